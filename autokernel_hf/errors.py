@@ -1,0 +1,64 @@
+"""Errors that say what happened and what to do about it.
+
+Every failure that a user can cause or cure is an `AutokernelError`; the command line prints it as one sentence and
+the remedy, and exits with 1. Anything else is a fault of this program.
+"""
+
+from __future__ import annotations
+
+
+class AutokernelError(Exception):
+    """A known failure.
+
+    Args:
+        message: What happened, with the values that matter.
+        remedy: What the user can do about it, as an instruction.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+
+class UsageError(AutokernelError):
+    """The request makes no sense as given: exit code 2."""
+
+
+class ModelError(AutokernelError):
+    """A model cannot be found, fetched, built or run."""
+
+
+class DeviceError(AutokernelError):
+    """The device is missing, too small, or sick."""
+
+
+class ToolMissingError(AutokernelError):
+    """A compiler or another program is not installed."""
+
+
+class CandidateError(AutokernelError):
+    """A candidate file breaks the candidate contract (before anything is compiled)."""
+
+
+class CompileError(AutokernelError):
+    """A candidate does not compile; the message carries the compiler's words about the candidate's own lines."""
+
+
+class JudgeError(AutokernelError):
+    """The judge itself, not the candidate, failed."""
+
+
+class RunError(AutokernelError):
+    """A run folder is missing, locked, damaged or of another version."""
+
+
+class PackageError(AutokernelError):
+    """A kernel package is invalid, or does not load."""
+
+
+class HubError(AutokernelError):
+    """The Hub refused or could not be reached."""
