@@ -231,6 +231,18 @@ class Tolerance:
     growth: Callable[[Workload], float] = field(default=lambda workload: 1.0)
 
 
+def growth_in_fp32(roundings: Callable[[Workload], float]) -> Callable[[Workload], float]:
+    """`Tolerance.growth` of a kernel that computes in fp32 and rounds to the output's dtype once, at the end.
+
+    Args:
+        roundings: How many roundings in fp32 come before, from the workload. A 16-bit output hardly sees them.
+    """
+    return lambda workload: 1.0 + roundings(workload) * _EPS_FP32 / torch.finfo(DTYPES[workload.dtype]).eps
+
+
+_EPS_FP32 = torch.finfo(torch.float32).eps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """What a user would pick instead of a kernel of ours.
