@@ -1,0 +1,393 @@
+"""The stages in order; read this first.
+
+    pull -> profile -> extract -> optimize -> verify -> export          (publish and load are `hub`)
+
+Each stage takes the last one's record and returns its own. What holds a model or a device context runs in a process of
+its own (`worker`, `judge`); this module holds neither, and decides nothing that a stage can decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autokernel_hf import worker
+from autokernel_hf.agent import LanguageModel, Playbook, Proposer
+from autokernel_hf.errors import AutokernelError, RunError, UsageError
+from autokernel_hf.extract import extract, starters
+from autokernel_hf.optimize import Limits, Search
+from autokernel_hf.progress import Progress, Silent
+from autokernel_hf.records import (
+    Built,
+    Candidate,
+    Decision,
+    Evaluation,
+    ModelSpec,
+    Package,
+    Profile,
+    PulledModel,
+    RunModel,
+    RunRecord,
+    Target,
+    TargetResult,
+    Verification,
+    Winner,
+)
+from autokernel_hf.runs import Run, RunSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A winner's package variant, in the run's staging area: what verify loads and export finishes."""
+
+    winner: Winner
+    built: Built
+    package: Package
+
+
+def optimize(
+    settings: RunSettings,
+    *,
+    out: Path = Path("runs"),
+    resume: Path | None = None,
+    progress: Progress | None = None,
+) -> RunRecord:
+    """The whole main job: from a model's name to verified, exported kernels.
+
+    Args:
+        settings: What to do; with `resume`, the run's own settings are used instead.
+        out: Where run folders are made.
+        resume: A run folder to go on with.
+        progress: Who listens.
+
+    Raises:
+        AutokernelError: A known failure; the run folder, if there is one, can be resumed.
+    """
+    progress = progress or Silent()
+    started = time.monotonic()
+    if resume is not None:
+        run = Run.open(resume)
+        progress.stage(f"Resuming {resume}")
+    else:
+        progress.stage(f"Pulling {settings.spec.model}")
+        pulled = pull(settings.spec)
+        run = Run.create(out, pulled.id, settings)
+    with run:
+        settings = run.settings
+        profile = run.profile() or profile_into(run, progress)
+        targets, results = extract(profile, top=settings.top, backend=settings.backend)
+        winners: list[Winner] = []
+        for target in targets:
+            result, winner = optimize_target(run, profile, target, progress)
+            results.append(result)
+            if winner is not None:
+                winners.append(winner)
+        staged = stage(run, profile.model, winners, progress)
+        verification = verify(run, staged, progress) if staged else None
+        packages = finish(run, profile, staged, verification, progress)
+        record = RunRecord(
+            status=_status(results, verification),
+            reason=_reason(results, verification),
+            run_dir=str(run.path),
+            model=RunModel(
+                id=profile.model.id,
+                revision=profile.model.revision,
+                architecture=profile.model.architecture,
+                weights=profile.model.weights,
+            ),
+            device=profile.device,
+            targets=tuple(sorted(results, key=lambda r: -r.share)),
+            verification=verification,
+            packages=tuple(packages),
+            seconds=round(time.monotonic() - started, 1),
+        )
+        record.save(run.path / "result.json")
+        from autokernel_hf.report import write_report
+
+        write_report(run.path)
+    return record
+
+
+# --- the stages ---------------------------------------------------------------------------------------------------
+
+
+def pull(spec: ModelSpec) -> PulledModel:
+    """Fetch and check a model, its revision pinned."""
+    return worker.call("pull", worker.PullRequest(spec=spec), PulledModel)
+
+
+def profile_model(
+    spec: ModelSpec,
+    *,
+    trace: Path | None = None,
+    memory_snapshot: Path | None = None,
+    compile_log: Path | None = None,
+) -> Profile:
+    """Where the time of one forward pass goes."""
+    request = worker.ProfileRequest(
+        spec=spec,
+        trace=str(trace.resolve()) if trace else None,
+        memory_snapshot=str(memory_snapshot.resolve()) if memory_snapshot else None,
+        compile_log=str(compile_log.resolve()) if compile_log else None,
+    )
+    return worker.call("profile", request, Profile)
+
+
+def profile_into(run: Run, progress: Progress) -> Profile:
+    """Profile a run's model and keep the result in its folder."""
+    progress.stage("Profiling")
+    profile = profile_model(run.settings.spec)
+    run.save_profile(profile)
+    covered = 100 * (1 - profile.other_share)
+    progress.step(
+        1, 1, f"one pass takes {profile.total_ms:.1f} ms; sites of known types are {covered:.0f} % of it"
+    )
+    return profile
+
+
+def prepare(run: Run, profile: Profile) -> list[Target]:
+    """Write the targets of a profile into a run folder, each with its starters (`extract` as a command)."""
+    targets, _ = extract(profile, top=run.settings.top, backend=run.settings.backend)
+    for target in targets:
+        run.add_target(target, starters(target, profile.device.kind, run.settings.backend))
+    return targets
+
+
+def optimize_target(
+    run: Run, profile: Profile, target: Target, progress: Progress
+) -> tuple[TargetResult, Winner | None]:
+    """Search one target; a finished one is read from the ledger instead."""
+    done = run.result(target.name)
+    if done is not None:
+        return done.result, _winner_of(run, target)
+    settings = run.settings
+    progress.stage(f"Optimizing {target.name} ({100 * target.share:.1f} % of the pass)")
+    candidates = starters(target, profile.device.kind, settings.backend)
+    run.add_target(target, candidates)
+    proposer = proposer_for(settings)
+    try:
+        with searching(run, target, candidates, progress) as search:
+            if proposer is None:
+                search.try_starters()
+                return TargetResult(
+                    name=target.name,
+                    kernel_type=target.kernel_type,
+                    backend=target.backend,
+                    share=target.share,
+                    experiments=len(search.attempts()),
+                    status="skipped",
+                    reason="left to a coding agent: see program.md, then `autokernel-hf optimize --resume`",
+                ), None
+            return search.run_all(proposer, seed=settings.spec.seed)
+    except UsageError:
+        raise
+    except AutokernelError as error:
+        # One target's misfortune is not the others': it is told in the result.
+        logger.warning("%s: %s", target.name, error)
+        return TargetResult(
+            name=target.name,
+            kernel_type=target.kernel_type,
+            backend=target.backend,
+            share=target.share,
+            experiments=len(run.experiments(target.name)),
+            status="failed",
+            reason=str(error),
+        ), None
+
+
+class searching:
+    """A target's search with its judge session, as a context manager (also for the verbs of a coding agent)."""
+
+    def __init__(self, run: Run, target: Target, candidates: Sequence[Candidate], progress: Progress) -> None:
+        from autokernel_hf.evaluate import Judge
+
+        self._judge = Judge(target.kernel_type, target.backend, target.workloads, device=target.device)
+        self._make: Callable[[], Search] = lambda: Search(
+            target,
+            candidates,
+            run=run,
+            judge=self._judge,
+            decide=_decide,
+            diagnose=_diagnose,
+            limits=limits_of(run.settings),
+            progress=progress,
+        )
+
+    def __enter__(self) -> Search:
+        self._judge.__enter__()
+        return self._make()
+
+    def __exit__(self, *exception: object) -> None:
+        self._judge.__exit__(*exception)
+
+
+def limits_of(settings: RunSettings) -> Limits:
+    budget = settings.budget_s / max(1, settings.top) if settings.budget_s is not None else None
+    return Limits(max_experiments=settings.max_experiments, max_seconds=budget)
+
+
+def proposer_for(settings: RunSettings) -> Proposer | None:
+    """The proposer of a run; None for `external`, which works through the command line."""
+    if settings.proposer == "playbook":
+        return Playbook()
+    if settings.proposer == "external":
+        return None
+    if settings.llm is None:
+        raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
+    return LanguageModel(settings.llm, base_url=settings.base_url, max_tokens=settings.max_tokens)
+
+
+def stage(run: Run, model: PulledModel, winners: Sequence[Winner], progress: Progress) -> list[Staged]:
+    """Put the winners' judged builds into package folders, which verify loads from."""
+    from autokernel_hf.build import build
+    from autokernel_hf.export_hf import package_name
+    from autokernel_hf.export_hf import stage as stage_package
+
+    if not winners:
+        return []
+    progress.stage("Staging packages")
+    base = run.settings.name or model.id.split("/")[-1]
+    staged = []
+    for winner in winners:
+        kind = "cuda" if winner.target.device.startswith("cuda") else "cpu"
+        built = build(winner.candidate, device=kind)
+        name = package_name(
+            base, winner.target.kernel_type if len(winners) > 1 or not run.settings.name else None
+        )
+        package = stage_package(
+            built,
+            candidate=winner.candidate,
+            name=name,
+            license=run.settings.license,
+            out=run.path / "packages",
+        )
+        staged.append(Staged(winner=winner, built=built, package=package))
+    return staged
+
+
+def verify(run: Run, staged: Sequence[Staged], progress: Progress | None = None) -> Verification:
+    """The whole model with the staged packages in place: right, and faster."""
+    (progress or Silent()).stage("Verifying the whole model")
+    request = worker.VerifyRequest(
+        spec=run.settings.spec,
+        kernels=tuple(
+            worker.StagedKernel(
+                target=s.winner.target.name,
+                kernel_type=s.winner.target.kernel_type,
+                sites=s.winner.target.sites,
+                path=str(Path(s.package.path).resolve() / "build" / s.built.variant),
+            )
+            for s in staged
+        ),
+    )
+    verification = worker.call("verify", request, Verification)
+    verification.save(run.path / "verification.json")
+    return verification
+
+
+def finish(
+    run: Run,
+    profile: Profile,
+    staged: Sequence[Staged],
+    verification: Verification | None,
+    progress: Progress,
+) -> list[Package]:
+    """Write the cards of verified packages; packages that did not help the model are removed again."""
+    import shutil
+
+    from autokernel_hf.export_hf import write_card
+
+    if verification is None or not verification.passed:
+        for item in staged:
+            shutil.rmtree(item.package.path, ignore_errors=True)
+        return []
+    progress.stage("Writing cards")
+    for item in staged:
+        write_card(
+            item.package,
+            candidate=item.winner.candidate,
+            built=item.built,
+            evaluation=item.winner.evaluation,
+            verification=verification,
+            profile=profile,
+            run_settings=run.settings,
+        )
+    return [item.package for item in staged]
+
+
+def staged_again(run: Run) -> tuple[Profile, list[Staged]]:
+    """The winners of a finished run, staged as before: for `verify RUN` and `export RUN`.
+
+    Raises:
+        RunError: The run has no winners.
+    """
+    profile = run.profile()
+    winners = [w for t in run.targets() if (w := _winner_of(run, t)) is not None]
+    if profile is None or not winners:
+        raise RunError(
+            f"{run.path} has no winners.",
+            remedy="Run optimize first; `autokernel-hf ledger` shows how it went.",
+        )
+    return profile, stage(run, profile.model, winners, Silent())
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------
+
+
+def _winner_of(run: Run, target: Target) -> Winner | None:
+    done = run.result(target.name)
+    if done is None or done.result.status != "won" or done.confirmation is None:
+        return None
+    candidate = run.incumbent(target.name)
+    if candidate is None:
+        return None
+    return Winner(target=target, candidate=candidate, evaluation=done.confirmation)
+
+
+def _decide(evaluation: Evaluation) -> tuple[Decision, str]:
+    from autokernel_hf.evaluate import decide
+
+    return decide(evaluation)
+
+
+def _diagnose(target: Target, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
+    from autokernel_hf.diagnose import diagnose
+    from autokernel_hf.gpu import measure_ceilings
+    from autokernel_hf.kernels import kernel_type
+
+    workload = max(target.workloads, key=lambda w: w.share)
+    timed = next((w for w in evaluation.workloads if w.label == workload.label), None)
+    if timed is None or timed.latency_us is None:
+        return (), "not known yet"
+    found = diagnose(
+        kernel_type(target.kernel_type),
+        workload,
+        timed.latency_us,
+        measure_ceilings(target.device),
+        evaluation.resources,
+    )
+    return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}"
+
+
+def _status(results: Sequence[TargetResult], verification: Verification | None) -> str:
+    if verification is not None:
+        if verification.passed:
+            return "won"
+        wrong = verification.error is None or verification.speedup.vs_eager is None
+        return "failed" if wrong else "no_speedup"
+    tried = [r for r in results if r.status != "skipped"]
+    return "failed" if tried and all(r.status == "failed" for r in tried) else "no_speedup"
+
+
+def _reason(results: Sequence[TargetResult], verification: Verification | None) -> str:
+    if verification is not None:
+        return verification.reason
+    tried = [r for r in results if r.status != "skipped"]
+    if not tried:
+        return "no kernel type has enough to gain in this model on this device"
+    return "; ".join(f"{r.name}: {r.reason}" for r in tried)
