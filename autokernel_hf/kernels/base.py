@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
@@ -342,15 +346,18 @@ def tensor_bytes(workload: Workload) -> float:
 
     A dimension with stride 0 (expanded) is read once.
     """
+    first = workload.tensors[0][1]
+    return input_bytes(workload) + math.prod(first.shape) * itemsize(first.dtype)
+
+
+def input_bytes(workload: Workload) -> float:
+    """Bytes of every tensor argument once; a dimension with stride 0 (expanded) is read once."""
     total = 0.0
-    for index, (_, spec) in enumerate(workload.tensors):
-        size = itemsize(spec.dtype)
+    for _, spec in workload.tensors:
         distinct = spec.shape
         if spec.strides is not None:
             distinct = tuple(n for n, s in zip(spec.shape, spec.strides, strict=True) if s != 0)
-        total += math.prod(distinct) * size
-        if index == 0:
-            total += math.prod(spec.shape) * size
+        total += math.prod(distinct) * itemsize(spec.dtype)
     return total
 
 
@@ -539,6 +546,34 @@ def describe(tensor: Tensor) -> TensorSpec:
     )
 
 
+# --- activations --------------------------------------------------------------------------------------------------
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """An activation of `ACTIVATIONS`, as transformers computes it: the same ops, so the same roundings.
+
+    Raises:
+        ValueError: There is no such activation.
+    """
+    if kind == "none":
+        return x
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if kind == "gelu_new":
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "relu":
+        return F.relu(x)
+    if kind == "relu2":
+        return torch.square(F.relu(x))
+    raise ValueError(f"unknown activation {kind!r}; known: {', '.join(ACTIVATIONS)}")
+
+
 # --- finding sites ------------------------------------------------------------------------------------------------
 
 
@@ -553,8 +588,6 @@ def module_sites(
 
 def function_sites(model: nn.Module, kernel_type: str, layer: str, attribute: str) -> Iterable[Site]:
     """Sites of a function that the modeling files of a model's modules define at top level, once a file."""
-    import sys
-
     seen = dict.fromkeys(type(m).__module__ for m in model.modules())
     for module_name in seen:
         if callable(getattr(sys.modules.get(module_name), attribute, None)):
@@ -566,6 +599,29 @@ def function_sites(model: nn.Module, kernel_type: str, layer: str, attribute: st
                 attach="function",
                 path=path,
             )
+
+
+def layer_class(kernel_type: str, name: str, op: Callable[..., Any]) -> type[nn.Module]:
+    """A class of a type's layers file, with `op` in the place of its package's own `_ops.<kernel_type>`.
+
+    So that `find` can ask whether the very class that ships computes what a model's own code computes.
+    """
+    path = Path(__file__).parent / "layers" / f"{kernel_type}.py"
+    package = f"_autokernel_layers_{kernel_type}"
+    ops = ModuleType(f"{package}._ops")
+    setattr(ops, kernel_type, op)
+    module = ModuleType(f"{package}.layers")
+    module.__package__ = package
+    # The source's `from ._ops import ...` looks in sys.modules first; the entries go once it has run.
+    names = {package: ModuleType(package), f"{package}._ops": ops}
+    sys.modules.update(names)
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    finally:
+        for entry in names:
+            sys.modules.pop(entry, None)
+    found: type[nn.Module] = getattr(module, name)
+    return found
 
 
 # --- peers that every type has ------------------------------------------------------------------------------------
