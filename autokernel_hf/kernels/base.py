@@ -389,7 +389,7 @@ VALUES: dict[str, str] = {
     "wide": "magnitudes log-uniform over six decades, both signs",
     "equal": "all elements of a row equal",
     "one_hot": "one element of each row at 30, the rest near 0",
-    "nonfinite": "normal with a few inf, -inf and NaN",
+    "nonfinite": "normal, with a few inf, -inf and NaN in every second row",
 }
 
 
@@ -424,6 +424,8 @@ def fill_values(spec: TensorSpec, values: str, generator: torch.Generator) -> Te
         x[mask < 0.003] = math.inf
         x[(mask >= 0.003) & (mask < 0.006)] = -math.inf
         x[(mask >= 0.006) & (mask < 0.009)] = math.nan
+        if x.dim() > 1:  # rows without any, beside those that a norm turns to NaN as a whole
+            x[..., ::2, :] = torch.randn(x[..., ::2, :].shape, generator=generator, dtype=torch.float64)
         return x
     raise ValueError(f"unknown value regime {values!r}; known: {', '.join(VALUES)}")
 

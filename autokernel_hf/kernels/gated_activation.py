@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autokernel_hf.kernels.activation import activate, activate_exactly
+from autokernel_hf.kernels.activation import activate_exactly, fill_argument, is_degenerate
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     Dims,
@@ -20,6 +20,7 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
+    activate,
     compile_peer,
     eager_peer,
     fill_values,
@@ -78,15 +79,10 @@ def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) ->
     return workload_from(SCHEMA, label, {"gate": spec, "up": spec}, scalars)
 
 
-def _fill_gate(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
-    x = fill_values(spec, workload.values, generator)
-    # The square of a "large" value leaves float16: there the right answer is inf, and every wrong one as good.
-    return x / 10 if workload.values == "large" and workload.arg("kind") == "relu2" else x
-
-
 def _fill_up(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
-    # The product of two "large" values would leave float16, that of two small ones underflow in every dtype.
-    values = "normal" if workload.values in ("large", "tiny", "denormal") else workload.values
+    # The product of two large values would leave float16, that of two small ones underflow in every dtype.
+    strong = workload.values in ("large", "large_offset", "tiny", "denormal")
+    values = "normal" if strong else workload.values
     return fill_values(spec, values, generator)
 
 
@@ -95,8 +91,7 @@ def _flops(workload: Workload) -> float:
 
 
 def _exempt(impostor: str, workload: Workload) -> bool:
-    # No element at all, or one that equals its mean and that relu may turn to 0.
-    return math.prod(workload.tensor("gate").shape) <= 1
+    return is_degenerate(impostor, workload, "gate")
 
 
 KERNEL_TYPE = KernelType(
@@ -166,7 +161,7 @@ KERNEL_TYPE = KernelType(
         "expanded": ("gate",),
         "offset": ("gate", "up"),
     },
-    fills={"gate": _fill_gate, "up": _fill_up},
+    fills={"gate": fill_argument, "up": _fill_up},
     tolerance=Tolerance(
         k=2.0,
         ulps=1.0,
