@@ -75,7 +75,7 @@ class Search:
         starters: Sequence[Candidate],
         *,
         run: Run,
-        judge: Judging,
+        judge: Judging | None,
         decide: Decide,
         diagnose: Diagnose,
         limits: Limits,
@@ -84,11 +84,17 @@ class Search:
         self.target = target
         self.starters = tuple(starters)
         self.run = run
-        self.judge = judge
+        self._judge = judge
         self.decide = decide
         self.diagnose = diagnose
         self.limits = limits
         self.progress = progress
+
+    @property
+    def judge(self) -> Judging:
+        if self._judge is None:
+            raise RuntimeError("this search was opened to read only")
+        return self._judge
 
     # One experiment -----------------------------------------------------------------------------------------------
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from autokernel_hf import worker
-from autokernel_hf.agent import LanguageModel, Playbook, Proposer
+from autokernel_hf.agent import Context, LanguageModel, Playbook, Proposer
 from autokernel_hf.errors import AutokernelError, RunError, UsageError
 from autokernel_hf.extract import extract, starters
 from autokernel_hf.optimize import Limits, Search
@@ -200,30 +201,40 @@ def optimize_target(
         ), None
 
 
-class searching:
-    """A target's search with its judge session, as a context manager (also for the verbs of a coding agent)."""
+@contextmanager
+def searching(
+    run: Run, target: Target, candidates: Sequence[Candidate], progress: Progress
+) -> Iterator[Search]:
+    """A target's search with its judge session (also for the verbs of a coding agent)."""
+    from autokernel_hf.evaluate import Judge
 
-    def __init__(self, run: Run, target: Target, candidates: Sequence[Candidate], progress: Progress) -> None:
-        from autokernel_hf.evaluate import Judge
-
-        self._judge = Judge(target.kernel_type, target.backend, target.workloads, device=target.device)
-        self._make: Callable[[], Search] = lambda: Search(
+    with Judge(target.kernel_type, target.backend, target.workloads, device=target.device) as judge:
+        yield Search(
             target,
             candidates,
             run=run,
-            judge=self._judge,
+            judge=judge,
             decide=_decide,
             diagnose=_diagnose,
             limits=limits_of(run.settings),
             progress=progress,
         )
 
-    def __enter__(self) -> Search:
-        self._judge.__enter__()
-        return self._make()
 
-    def __exit__(self, *exception: object) -> None:
-        self._judge.__exit__(*exception)
+def context_of(run: Run, target: Target) -> Context:
+    """All that a proposer may know of a target now; starts no judge."""
+    kind = "cuda" if target.device.startswith("cuda") else "cpu"
+    search = Search(
+        target,
+        starters(target, kind, run.settings.backend),
+        run=run,
+        judge=None,
+        decide=_decide,
+        diagnose=_diagnose,
+        limits=limits_of(run.settings),
+        progress=Silent(),
+    )
+    return search.context(seed=run.settings.spec.seed)
 
 
 def limits_of(settings: RunSettings) -> Limits:
@@ -320,11 +331,72 @@ def finish(
     return [item.package for item in staged]
 
 
-def staged_again(run: Run) -> tuple[Profile, list[Staged]]:
-    """The winners of a finished run, staged as before: for `verify RUN` and `export RUN`.
+def staged_again(run: Run) -> list[Staged]:
+    """The winners of a finished run, staged as before, for `verify RUN`."""
+    profile, winners = winners_of(run)
+    return stage(run, profile.model, winners, Silent())
+
+
+def export(
+    source: Path,
+    *,
+    name: str,
+    version: int = 1,
+    archs: tuple[str, ...] = (),
+    license: str = "Apache-2.0",
+    out: Path,
+) -> list[Package]:
+    """Packages of a run's winners, or of one candidate file.
 
     Raises:
-        RunError: The run has no winners.
+        AutokernelError: The run has no winners, or the file does not compile.
+    """
+    from autokernel_hf.build import build
+    from autokernel_hf.candidates import read_candidate
+    from autokernel_hf.export_hf import export_file
+
+    if not (source / "run.json").exists():
+        return [
+            export_file(read_candidate(source), name, version=version, archs=archs, license=license, out=out)
+        ]
+    from autokernel_hf.export_hf import package_name, write_card
+    from autokernel_hf.export_hf import stage as stage_package
+
+    with Run.open(source) as run:
+        profile, winners = winners_of(run)
+        path = run.path / "verification.json"
+        verification = Verification.load(path) if path.exists() else None
+        packages = []
+        for winner in winners:
+            built = build(winner.candidate, device=profile.device.kind)
+            # Extra architectures are builds beside the judged one, labelled as never run.
+            more = [build(winner.candidate, archs=archs, device=profile.device.kind)] if archs else []
+            package = stage_package(
+                [built, *more] if more else built,
+                candidate=winner.candidate,
+                name=package_name(name, winner.target.kernel_type if len(winners) > 1 else None),
+                version=version,
+                license=license,
+                out=out,
+            )
+            write_card(
+                package,
+                candidate=winner.candidate,
+                built=built,
+                evaluation=winner.evaluation,
+                verification=verification,
+                profile=profile,
+                run_settings=run.settings,
+            )
+            packages.append(package)
+        return packages
+
+
+def winners_of(run: Run) -> tuple[Profile, list[Winner]]:
+    """The winners of a finished run, from its ledger.
+
+    Raises:
+        RunError: The run has none.
     """
     profile = run.profile()
     winners = [w for t in run.targets() if (w := _winner_of(run, t)) is not None]
@@ -333,7 +405,7 @@ def staged_again(run: Run) -> tuple[Profile, list[Staged]]:
             f"{run.path} has no winners.",
             remedy="Run optimize first; `autokernel-hf ledger` shows how it went.",
         )
-    return profile, stage(run, profile.model, winners, Silent())
+    return profile, winners
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------

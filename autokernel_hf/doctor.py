@@ -1,0 +1,243 @@
+"""What works on this machine, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from autokernel_hf.records import Record
+
+# transformers' own gate on `kernels`, which it does not declare as a dependency: outside it every hook is a silent
+# no-op. Read from `KERNELS_MIN_VERSION` and `KERNELS_MAX_VERSION` of each release.
+_TRANSFORMERS_WANTS_KERNELS: tuple[tuple[str, str], ...] = (
+    ("<5.17", ""),
+    (">=5.17,<5.18", ">=0.16,<0.17"),
+    (">=5.18,<5.20", ">=0.17.0,<0.18"),
+    (">=5.20,<5.23", ">=0.17.2,<0.18"),
+    (">=5.23,<5.25", ">=0.18.2,<0.19"),
+)
+
+
+class Check(Record):
+    """One finding. `ok` False with an empty remedy is a limit of the machine, not a fault."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """All checks, none of which changes anything."""
+    checks: list[Callable[[], Check]] = [
+        _python,
+        lambda: _package("torch", "2.11"),
+        lambda: _package("triton", "3.6"),
+        lambda: _package("transformers", "5.20"),
+        lambda: _package("kernels", "0.17.2"),
+        _kernels_and_transformers,
+        _kernels_and_telemetry,
+        lambda: _program("ninja", "pip install ninja"),
+        lambda: _program("g++", "install a C++20 compiler (Debian: apt install g++)"),
+        lambda: _program("git", "install git: a run keeps its experiments in it"),
+        _nvcc,
+        _gpu,
+        _openmp,
+        _isolation,
+        _cache,
+        _hub,
+    ]
+    return [check() for check in checks]
+
+
+def _python() -> Check:
+    return Check(
+        name="python",
+        ok=sys.version_info >= (3, 10),
+        detail=platform.python_version(),
+        remedy="" if sys.version_info >= (3, 10) else "Use Python 3.10 or later.",
+    )
+
+
+def installed(name: str) -> str | None:
+    """A package's version, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, minimum: str) -> Check:
+    version = installed(name)
+    if version is None:
+        return Check(name=name, ok=False, detail="not installed", remedy=f"pip install '{name}>={minimum}'")
+    ok = Version(version) >= Version(minimum)
+    return Check(name=name, ok=ok, detail=version, remedy="" if ok else f"pip install '{name}>={minimum}'")
+
+
+def refused_pair(transformers: str, kernels: str) -> str | None:
+    """The versions of `kernels` that a version of transformers wants, if it refuses the one given; else None."""
+    for releases, wanted in _TRANSFORMERS_WANTS_KERNELS:
+        if SpecifierSet(releases, prereleases=True).contains(transformers):
+            accepted = not wanted or SpecifierSet(wanted, prereleases=True).contains(kernels)
+            return None if accepted else wanted
+    return None
+
+
+def _kernels_and_transformers() -> Check:
+    name = "transformers accepts kernels"
+    transformers, kernels = installed("transformers"), installed("kernels")
+    if transformers is None or kernels is None:
+        return Check(name=name, ok=False, detail="one of them is missing", remedy="Install both.")
+    wanted = refused_pair(transformers, kernels)
+    if wanted is None:
+        return Check(name=name, ok=True, detail=f"transformers {transformers}, kernels {kernels}")
+    return Check(
+        name=name,
+        ok=False,
+        detail=f"transformers {transformers} silently ignores kernels {kernels}: it wants {wanted}",
+        remedy="pip install 'transformers>=5.20,<5.23' 'kernels>=0.17.2,<0.18'",
+    )
+
+
+def _kernels_and_telemetry() -> Check:
+    name = "kernels can reach the Hub"
+    names = [n for n in ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK") if _is_on(n)]
+    version = installed("kernels") or ""
+    if names and version.startswith("0.17"):
+        return Check(
+            name=name,
+            ok=False,
+            detail=f"kernels {version} sends an illegal User-Agent while {names[0]} is set: every Hub call fails",
+            remedy=f"unset {' '.join(names)}",
+        )
+    return Check(name=name, ok=True, detail="no variable that breaks its calls is set")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _program(name: str, remedy: str) -> Check:
+    path = shutil.which(name)
+    if path is None:
+        return Check(name=name, ok=False, detail="not found", remedy=remedy)
+    return Check(name=name, ok=True, detail=_version(path))
+
+
+def _version(path: str) -> str:
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+    return lines[0] if lines else path
+
+
+def _nvcc() -> Check:
+    path = shutil.which("nvcc") or shutil.which(
+        "nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
+    )
+    if path is None:
+        return Check(
+            name="nvcc",
+            ok=False,
+            detail="not found",
+            remedy="Install the CUDA toolkit, or work with triton and cpp only.",
+        )
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    release = next((line for line in done.stdout.splitlines() if "release" in line), path)
+    return Check(name="nvcc", ok=True, detail=release.strip())
+
+
+def _gpu() -> Check:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        detail = "none" if built else f"none, and torch {torch.__version__} is a CPU build"
+        return Check(
+            name="gpu", ok=False, detail=detail, remedy="Without one, kernels are C++ (--device cpu)."
+        )
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Check(name="gpu", ok=True, detail=", ".join(names))
+
+
+def _openmp() -> Check:
+    import torch
+
+    return Check(
+        name="cpu threads",
+        ok=True,
+        detail=f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+    )
+
+
+def _isolation() -> Check:
+    """Which of the walls around a candidate this system gives."""
+    name = "isolation of candidates"
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return Check(
+            name=name,
+            ok=False,
+            detail="own process and session only; no namespaces (unshare is missing)",
+            remedy="Install util-linux.",
+        )
+    done = subprocess.run(
+        [unshare, "--user", "--map-root-user", "--net", "--pid", "--fork", "true"],
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    if done.returncode:
+        return Check(
+            name=name,
+            ok=False,
+            detail="own process and session only; the kernel refuses user namespaces",
+            remedy="Allow unprivileged user namespaces, or judge only candidates that you trust.",
+        )
+    return Check(
+        name=name,
+        ok=True,
+        detail="own process, session and scrubbed environment; namespaces are available, files are not hidden yet",
+    )
+
+
+def _cache() -> Check:
+    from autokernel_hf.build import cache_root
+
+    path = cache_root()
+    parent = next(p for p in (path, *path.parents) if p.exists())
+    free = shutil.disk_usage(parent).free / 1e9
+    ok = os.access(parent, os.W_OK) and free > 1
+    remedy = "" if ok else "Set AUTOKERNEL_HF_CACHE to a folder that can be written and has a GB free."
+    return Check(name="build cache", ok=ok, detail=f"{path}, {free:.0f} GB free", remedy=remedy)
+
+
+def _hub() -> Check:
+    from huggingface_hub import constants, get_token
+
+    state = "offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
+    token = "a token is stored" if get_token() else "no token: public models only, no publishing"
+    return Check(name="hub", ok=True, detail=f"{state}; {token}")
+
+
+def device_tables() -> dict[str, object]:
+    """The devices here and the table of known ones, for `gpus`."""
+    import dataclasses
+
+    import torch
+
+    from autokernel_hf.gpu import KNOWN_GPUS, device_info
+
+    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return {
+        "devices": [device_info(n).model_dump(mode="json") for n in names],
+        "known": [dataclasses.asdict(spec) for spec in KNOWN_GPUS],
+    }
