@@ -117,7 +117,6 @@ class Playbook:
             n_startup_trials=4,
             multivariate=True,
             constant_liar=True,
-            warn_independent_sampling=False,
         )
         study = optuna.create_study(direction="maximize", sampler=sampler)
         for attempt in context.attempts:

@@ -1,0 +1,230 @@
+"""The loop: what is kept, what the ledger and git hold, what a crash leaves, and when it stops."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from autokernel_hf import tunables
+from autokernel_hf.agent import Context, Playbook, code_of
+from autokernel_hf.errors import RunError
+from autokernel_hf.optimize import Limits, Search
+from autokernel_hf.progress import Silent
+from autokernel_hf.runs import RESULT_COLUMNS, Finished, Judged, Run, Started
+from tests.loop_helpers import KnownJudge, decide, diagnose, formula, settings, starter, target
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run.create(tmp_path, "org/model", settings())
+    made.add_target(target(), [starter()])
+    yield made
+    made.close()
+
+
+def search_of(run: Run, judge: KnownJudge, **limits: object) -> Search:
+    return Search(
+        target(),
+        [starter()],
+        run=run,
+        judge=judge,
+        decide=decide,
+        diagnose=diagnose,
+        limits=Limits(**limits),
+        progress=Silent(),
+    )
+
+
+def git(run: Run, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(run.path), *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_playbook_finds_the_best_configuration_of_a_small_space(run: Run) -> None:
+    judge = KnownJudge()
+    result, winner = search_of(run, judge, max_experiments=30, max_reverts=30).run_all(Playbook())
+    assert winner is not None
+    assert tunables.values(winner.candidate.source) == {"kUnroll": 4, "kChunk": 2048, "kMode": 1}
+    assert result.status == "won"
+    assert result.speedup == pytest.approx(5.0)
+    assert result.baseline_us == pytest.approx(100.0)
+    assert len(set(judge.judged)) == len(judge.judged), "the same source was judged twice"
+
+
+def test_first_experiments_change_one_constant_that_the_diagnosis_points_at(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=3, max_reverts=9).run_all(Playbook())
+    start, second, _ = run.experiments()
+    changed = {k for k, v in second.tunables.items() if v != start.tunables[k]}
+    assert changed == {"kChunk"}, "kChunk acts on memory, which is what bounds this kernel"
+
+
+def test_incorrect_candidates_are_reverted_and_never_win(run: Run) -> None:
+    judge = KnownJudge(wrong=lambda values: values["kMode"] == 1)
+    result, winner = search_of(run, judge, max_experiments=25, max_reverts=25).run_all(Playbook())
+    assert winner is not None
+    assert tunables.values(winner.candidate.source)["kMode"] != 1
+    wrong = [e for e in run.experiments() if e.evaluation.status == "incorrect"]
+    assert wrong
+    assert {e.decision for e in wrong} == {"revert"}
+    assert result.kept == sum(e.decision == "keep" for e in run.experiments())
+
+
+def test_no_winner_where_nothing_beats_the_models_own_code(run: Run) -> None:
+    judge = KnownJudge(time_us=lambda values: formula(values) * 10)
+    result, winner = search_of(run, judge, max_experiments=5).run_all(Playbook())
+    assert winner is None
+    assert result.status == "no_speedup"
+    assert result.kept == 0
+    assert result.experiments == 5
+
+
+def test_kept_experiments_advance_the_branch_and_reverted_ones_stay_reachable(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=8, max_reverts=9).run_all(Playbook())
+    experiments = run.experiments()
+    kept = [e for e in experiments if e.decision == "keep"]
+    reverted = [e for e in experiments if e.decision == "revert"]
+    assert kept
+    assert reverted
+    assert git(run, "rev-parse", "target/rmsnorm") == kept[-1].commit
+    history = git(run, "rev-list", "target/rmsnorm").splitlines()
+    assert [c for c in history if c in {e.commit for e in kept}] == [e.commit for e in reversed(kept)]
+    for experiment in reverted:
+        assert git(run, "rev-parse", f"refs/experiments/{experiment.experiment}") == experiment.commit
+        assert experiment.commit not in history
+    working = (run.target_dir("rmsnorm") / "kernel.cpp").read_text()
+    assert working == run.source(kept[-1]).source
+    assert git(run, "show", "-s", "--format=%an", kept[-1].commit) == "autokernel-hf"
+
+
+def test_results_table_has_the_contract_columns_and_a_row_for_each_experiment(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=4).run_all(Playbook())
+    rows = [line.split("\t") for line in (run.path / "results.tsv").read_text().splitlines()]
+    assert tuple(rows[0]) == RESULT_COLUMNS
+    assert rows[0][:10] == [
+        "experiment", "tag", "kernel_type", "throughput_tflops", "latency_us",
+        "pct_peak", "speedup_vs_pytorch", "correctness", "peak_vram_mb", "description",
+    ]  # fmt: skip
+    assert [r[0] for r in rows[1:]] == ["1", "2", "3", "4"]
+    assert float(rows[1][4]) == pytest.approx(54.6)
+    assert float(rows[1][6]) == pytest.approx(100 / 54.6, rel=1e-3)
+
+
+def test_stop_rules(run: Run) -> None:
+    search = search_of(run, KnownJudge(time_us=lambda v: 50.0), max_experiments=50, max_reverts=3)
+    result, _ = search.run_all(Playbook())
+    assert result.experiments == 4, "the starter, then three that were not faster"
+    assert "3 experiments in a row" in result.reason
+    assert search_of(run, KnownJudge(), max_seconds=0.0).stop_reason(0.1) == "0 s spent"
+    assert "2.00x against torch" in str(
+        search_of(run, KnownJudge(), speedup=2.0, max_reverts=99).stop_reason(0.0)
+    )
+
+
+def test_a_resumed_search_goes_on_where_it_stopped(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=4, max_reverts=30).run_all(Playbook())
+    before = run.experiments()
+    path = run.path
+    run.close()
+    with Run.open(path) as again:
+        judge = KnownJudge()
+        search_of(again, judge, max_experiments=9, max_reverts=30).run_all(Playbook())
+        after = again.experiments()
+    assert after[:4] == before
+    assert [e.experiment for e in after] == list(range(1, 10))
+    assert not {e.digest for e in before} & set(judge.judged)
+
+
+def test_a_torn_ledger_line_is_cut_off_and_numbers_are_not_used_twice(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=2).run_all(Playbook())
+    run.append(
+        Started(
+            experiment=3, target="rmsnorm", backend="cpp", digest="d", description="lost to a crash", at=0.0
+        )
+    )
+    with (run.path / "ledger.jsonl").open("a") as file:
+        file.write('{"event":"judged","record":{"exper')
+    assert len(run.events()) == 6, "four of two experiments, one outcome, one start"
+    assert run.next_number() == 4
+    run.append(Started(experiment=4, target="rmsnorm", backend="cpp", digest="d", description="next", at=0.0))
+    assert [type(e) for e in run.events()][-2:] == [Started, Started]
+
+
+def test_a_crash_between_ledger_and_refs_is_repaired_on_opening(run: Run) -> None:
+    search = search_of(run, KnownJudge(), max_experiments=1)
+    search.try_starters()
+    kept = run.experiments()[-1]
+    assert kept.decision == "keep"
+    git(run, "update-ref", "-d", "refs/experiments/1")
+    git(run, "update-ref", "refs/heads/target/rmsnorm", f"{kept.commit}^")
+    (run.path / "results.tsv").unlink()
+    path = run.path
+    run.close()
+    with Run.open(path) as again:
+        assert git(again, "rev-parse", "target/rmsnorm") == kept.commit
+        assert git(again, "rev-parse", "refs/experiments/1") == kept.commit
+        assert len((path / "results.tsv").read_text().splitlines()) == 2
+
+
+def test_a_damaged_ledger_is_refused_not_ignored(run: Run) -> None:
+    with (run.path / "ledger.jsonl").open("a") as file:
+        file.write('{"event":"judged"}\n')
+    with pytest.raises(RunError, match=r"ledger.jsonl:1"):
+        run.events()
+
+
+def test_two_processes_exclude_each_other(run: Run) -> None:
+    with pytest.raises(RunError, match="Another process"):
+        Run.open(run.path)
+
+
+def test_the_runs_git_ignores_what_a_reset_must_not_erase(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=2).run_all(Playbook())
+    ignored = git(run, "check-ignore", "results.tsv", "ledger.jsonl", "run.json").splitlines()
+    assert ignored == ["results.tsv", "ledger.jsonl", "run.json"]
+
+
+def test_a_users_own_git_variables_do_not_lead_elsewhere(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "users"
+    subprocess.run(["git", "init", "-q", str(other)], check=True)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    search_of(run, KnownJudge(), max_experiments=1).try_starters()
+    monkeypatch.delenv("GIT_DIR")
+    assert git(run, "rev-parse", "refs/experiments/1") == run.experiments()[0].commit
+    assert subprocess.run(
+        ["git", "-C", str(other), "rev-parse", "-q", "--verify", "HEAD"], check=False
+    ).returncode
+
+
+def test_the_ledger_tells_one_story_with_the_events(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=3).run_all(Playbook())
+    kinds = [type(e) for e in run.events()]
+    assert kinds == [Started, Judged] * 3 + [Finished]
+    assert run.result("rmsnorm").result.experiments == 3
+
+
+def test_playbook_ends_when_its_space_is_exhausted() -> None:
+    source = "// kernel_type: rmsnorm\nconstexpr int kA = 1;  // tune(memory): 1, 2\n"
+    candidate = starter().model_copy(update={"source": source})
+    context = Context(
+        target=target(),
+        incumbent=candidate,
+        attempts=(),
+        scores={},
+        prescriptions=(),
+        bound="",
+        remaining=9,
+    )
+    proposals = Playbook().propose(context, 9)
+    assert [p.tunables for p in proposals] == [{"kA": 2}]
+
+
+def test_a_model_answer_without_a_closed_block_is_no_candidate() -> None:
+    assert code_of('```cpp\nextern "C" int rmsnorm() {', "cpp") is None
+    assert code_of("I would suggest to unroll the loop.", "cpp") is None
+    whole = 'text\n```cpp\nextern "C" int rmsnorm() { return 0; }\n```\n```sh\nls\n```'
+    assert code_of(whole, "cpp") == 'extern "C" int rmsnorm() { return 0; }\n'
