@@ -20,7 +20,7 @@ def kernel_types() -> dict[str, KernelType]:
     """All kernel types by name."""
     found = {}
     for module in pkgutil.iter_modules([str(_FOLDER)]):
-        if module.ispkg or module.name == "base":
+        if module.ispkg or module.name == "base" or module.name.startswith("_"):
             continue
         kernel_type = importlib.import_module(f"{__name__}.{module.name}").KERNEL_TYPE
         found[kernel_type.name] = kernel_type

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from autokernel_hf.kernels._forms import form, forward_form
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     DTYPES,
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -25,9 +28,10 @@ from autokernel_hf.kernels.base import (
     eager_peer,
     fill_values,
     growth_in_fp32,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse("activation(Tensor x, str kind) -> Tensor")
 
@@ -104,6 +108,75 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     return copies or is_degenerate(impostor, workload, "x")
 
 
+# What an activation's own forward computes, and the layer that computes it. A module that chooses its function when it
+# is built is told by what it chose, below.
+_LAYER_OF_FORM: dict[str, str] = {
+    form(f"def forward(self, x):\n    return {expression}"): layer
+    for expression, layer in (
+        (
+            "0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))",
+            "NewGELU",
+        ),
+        (
+            "0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))",
+            "FastGELU",
+        ),
+        ("x * torch.sigmoid(1.702 * x)", "QuickGELU"),
+        ("torch.nn.functional.silu(x)", "SiLU"),
+        ("torch.square(torch.nn.functional.relu(x))", "ReLUSquared"),
+    )
+}
+_CHOSEN = form("def forward(self, x):\n    return self.act(x)")
+
+_KINDS: dict[str, str] = {
+    "NewGELU": "gelu_new",
+    "FastGELU": "gelu_new",  # the same function to ten digits; this kind's chain of ops is the nearest to its own
+    "GeLU": "gelu",
+    "GeluTanh": "gelu_tanh",
+    "QuickGELU": "quick_gelu",
+    "SiLU": "silu",
+    "ReLU": "relu",
+    "ReLUSquared": "relu2",
+}
+
+
+def activation_layer(module: nn.Module) -> str | None:
+    """The layer that a module can be replaced by, or None.
+
+    A module that works in place is none: the caller may read the changed input.
+    """
+    cls = type(module)
+    if cls in (nn.ReLU, nn.SiLU):
+        return None if module.inplace else cls.__name__
+    if cls is nn.GELU:
+        return "GeluTanh" if module.approximate == "tanh" else "GeLU"
+    spelling = forward_form(cls)
+    if spelling == _CHOSEN:
+        return _chosen_layer(module.act)
+    return None if spelling is None else _LAYER_OF_FORM.get(spelling)
+
+
+def _chosen_layer(function: object) -> str | None:
+    # transformers' GELUActivation and GELUTanh hold a function; their spelled-out variants are other ops than any kind's.
+    if function is F.gelu:
+        return "GeLU"
+    if isinstance(function, partial) and function.func is F.gelu and not function.args:
+        return "GeluTanh" if function.keywords == {"approximate": "tanh"} else None
+    return None
+
+
+def activation_kind(module: nn.Module) -> str | None:
+    """The kind that a module computes, or None where it computes none of them, or in place."""
+    layer = activation_layer(module)
+    return None if layer is None else _KINDS[layer]
+
+
+def _sites(layer: str) -> Callable[[nn.Module], Iterable[Site]]:
+    return lambda model: module_sites(
+        model, "activation", layer, lambda module: activation_layer(module) == layer
+    )
+
+
 KERNEL_TYPE = KernelType(
     name="activation",
     schema=SCHEMA,
@@ -167,6 +240,7 @@ KERNEL_TYPE = KernelType(
         "product, of which the sum and the quotient may lose a bit more",
     ),
     flops=_flops,
+    layers=tuple(Layer(name=name, hook=name, find=_sites(name)) for name in _KINDS),
     impostors_exempt=_exempt,
     merges_rows=True,
     source="https://arxiv.org/abs/1606.08415",

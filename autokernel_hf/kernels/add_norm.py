@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autokernel_hf.kernels import layernorm
+from autokernel_hf.kernels._forms import form, forward_form
 from autokernel_hf.kernels.base import (
     DTYPES,
     NORMS,
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -28,10 +30,11 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     itemsize,
     liger_peer,
+    module_sites,
     tensor_bytes,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse(
     "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset=0.0, "
@@ -191,6 +194,20 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     return math.prod(shape) == 0 or shape[-1] == 1
 
 
+_BERT_OUTPUT = form("""
+    def forward(self, hidden_states, input_tensor):
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + input_tensor)
+""")
+
+
+def _is_bert_output(module: nn.Module) -> bool:
+    return forward_form(type(module)) == _BERT_OUTPUT and layernorm.is_row_layernorm(module.LayerNorm)
+
+
+def _find(model: nn.Module) -> Iterable[Site]:
+    return module_sites(model, "add_norm", "AddLayerNorm", _is_bert_output)
+
+
 KERNEL_TYPE = KernelType(
     name="add_norm",
     schema=SCHEMA,
@@ -264,6 +281,7 @@ KERNEL_TYPE = KernelType(
         "them, in fp32, those of the norm",
     ),
     flops=_flops,
+    layers=(Layer(name="AddLayerNorm", hook="AddLayerNorm", find=_find),),
     bytes_moved=_bytes_moved,
     impostors_exempt=_exempt,
     merges_rows=True,

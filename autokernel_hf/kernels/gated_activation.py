@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from autokernel_hf.kernels.activation import activate_exactly, fill_argument, is_degenerate
+from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels.activation import (
+    activate_exactly,
+    activation_kind,
+    fill_argument,
+    is_degenerate,
+)
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -26,9 +33,10 @@ from autokernel_hf.kernels.base import (
     fill_values,
     growth_in_fp32,
     liger_peer,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse('gated_activation(Tensor gate, Tensor up, str kind="silu") -> Tensor')
 
@@ -92,6 +100,33 @@ def _flops(workload: Workload) -> float:
 
 def _exempt(impostor: str, workload: Workload) -> bool:
     return is_degenerate(impostor, workload, "gate")
+
+
+# How the activation is called in an MLP of three projections, and in one of a packed and a down projection.
+_GATED: dict[str, str] = {
+    form(f"""
+        def forward(self, x):
+            return self.down_proj(self.{name}(self.gate_proj(x)) * self.up_proj(x))
+    """): name
+    for name in ("act_fn", "activation_fn", "act")
+}
+_PACKED: dict[str, str] = {
+    form(f"""
+        def forward(self, x):
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            return self.down_proj(self.{name}(gate) * up)
+    """): name
+    for name in ("act_fn", "activation_fn", "act")
+}
+
+
+def _sites(layer: str, forms: Mapping[str, str], kind: str) -> Callable[[nn.Module], Iterable[Site]]:
+    def matches(module: nn.Module) -> bool:
+        name = forms.get(forward_form(type(module)) or "")
+        act = None if name is None else getattr(module, name)
+        return isinstance(act, nn.Module) and activation_kind(act) == kind
+
+    return lambda model: module_sites(model, "gated_activation", layer, matches)
 
 
 KERNEL_TYPE = KernelType(
@@ -170,6 +205,15 @@ KERNEL_TYPE = KernelType(
         "sum, a quotient and two products",
     ),
     flops=_flops,
+    layers=tuple(
+        Layer(name=name, hook=name, find=_sites(name, forms, kind))
+        for name, forms, kind in (
+            ("SwiGLUMLP", _GATED, "silu"),
+            ("GeGLUMLP", _GATED, "gelu_tanh"),
+            ("GeGLUErfMLP", _GATED, "gelu"),
+            ("PackedSwiGLUMLP", _PACKED, "silu"),
+        )
+    ),
     impostors_exempt=_exempt,
     merges_rows=True,
     source="https://arxiv.org/abs/2002.05202",

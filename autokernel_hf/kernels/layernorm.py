@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -23,9 +24,10 @@ from autokernel_hf.kernels.base import (
     fill_parameter,
     growth_in_fp32,
     liger_peer,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse("layernorm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor")
 
@@ -110,6 +112,15 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     return math.prod(shape) <= 1 or (equal and (impostor == "mean" or workload.arg("bias") is None))
 
 
+def is_row_layernorm(module: nn.Module) -> bool:
+    """Whether a module is torch's own LayerNorm over the last dimension alone."""
+    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+
+
+def _find(model: nn.Module) -> Iterable[Site]:
+    return module_sites(model, "layernorm", "LayerNorm", is_row_layernorm)
+
+
 KERNEL_TYPE = KernelType(
     name="layernorm",
     schema=SCHEMA,
@@ -174,6 +185,7 @@ KERNEL_TYPE = KernelType(
         "mean that is itself known to an ulp only, which counts where it is large against the spread",
     ),
     flops=_flops,
+    layers=(Layer(name="LayerNorm", hook="LayerNorm", find=_find),),
     impostors_exempt=_exempt,
     merges_rows=True,
     source="https://arxiv.org/abs/1607.06450",

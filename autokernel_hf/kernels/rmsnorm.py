@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autokernel_hf.kernels._forms import form, forward_form
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
@@ -84,13 +85,46 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     return math.prod(workload.tensor("x").shape) <= 1  # no element, or one: it equals its mean
 
 
-def _is_llama_norm(module: nn.Module) -> bool:
-    # Told by its code's names, not by its class: some 130 modeling files define this norm anew.
-    return (
-        type(module).__name__.endswith("RMSNorm")
-        and hasattr(module, "variance_epsilon")
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
+# The same norm is defined anew in some 180 modeling files, and other norms under the same names: a site is told by what
+# its forward computes. Variants of one layer differ in where they round, not in what they round.
+_LLAMA = tuple(
+    form(f"""
+        def forward(self, x):
+            wide = x.to(torch.float32)
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return {result}
+    """)
+    for result in (
+        "self.weight * normed.to(x.dtype)",
+        "(self.weight * normed).to(x.dtype)",  # OLMo 2
+        "(self.weight.to(torch.float32) * normed).to(x.dtype)",  # Nemotron-H
     )
+)
+_WITH_EPS = tuple(
+    form(f"""
+        def forward(self, x):
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return {result}
+    """)
+    for result in (
+        "normed.type_as(x) * self.weight",  # Llama 4
+        "(normed * self.weight.float()).type_as(x)",  # Moshi
+    )
+)
+_GEMMA = (
+    form("""
+        def forward(self, x):
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return (normed * (1.0 + self.weight.float())).type_as(x)
+    """),
+)
+
+
+def _computes(forms: tuple[str, ...], module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 1 and forward_form(type(module)) in forms
 
 
 def _is_torch_norm(module: nn.Module) -> bool:
@@ -99,12 +133,6 @@ def _is_torch_norm(module: nn.Module) -> bool:
         and len(module.normalized_shape) == 1
         and module.weight is not None
         and module.eps is not None
-    )
-
-
-def _is_gemma_norm(module: nn.Module) -> bool:
-    return type(module).__name__ in {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"} and hasattr(
-        module, "eps"
     )
 
 
@@ -180,9 +208,17 @@ KERNEL_TYPE = KernelType(
     flops=_flops,
     impostors_exempt=_exempt,
     layers=(
-        Layer(name="RMSNorm", hook="RMSNorm", find=_sites("RMSNorm", _is_llama_norm)),
-        Layer(name="TorchRMSNorm", hook="TorchRMSNorm", find=_sites("TorchRMSNorm", _is_torch_norm)),
-        Layer(name="GemmaRMSNorm", hook="GemmaRMSNorm", find=_sites("GemmaRMSNorm", _is_gemma_norm)),
+        Layer(name="RMSNorm", hook="RMSNorm", find=_sites("RMSNorm", lambda m: _computes(_LLAMA, m))),
+        Layer(
+            name="TorchRMSNorm",
+            hook="TorchRMSNorm",
+            find=_sites("TorchRMSNorm", lambda m: _is_torch_norm(m) or _computes(_WITH_EPS, m)),
+        ),
+        Layer(
+            name="GemmaRMSNorm",
+            hook="GemmaRMSNorm",
+            find=_sites("GemmaRMSNorm", lambda m: _computes(_GEMMA, m)),
+        ),
     ),
     merges_rows=True,
     source="https://arxiv.org/abs/1910.07467",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -22,9 +23,10 @@ from autokernel_hf.kernels.base import (
     fill_values,
     growth_in_fp32,
     liger_peer,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse("softmax(Tensor x, int dim=-1) -> Tensor")
 
@@ -101,6 +103,13 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     return impostor == "mean" and (equal or workload.values in ("equal", "tiny", "denormal"))
 
 
+def _find(model: nn.Module) -> Iterable[Site]:
+    # Without a dimension torch guesses one from the rank, with a warning.
+    return module_sites(
+        model, "softmax", "Softmax", lambda module: type(module) is nn.Softmax and module.dim is not None
+    )
+
+
 KERNEL_TYPE = KernelType(
     name="softmax",
     schema=SCHEMA,
@@ -170,6 +179,7 @@ KERNEL_TYPE = KernelType(
         "its size, an exponential (2 ulp), a sum of N terms and a quotient",
     ),
     flops=_flops,
+    layers=(Layer(name="Softmax", hook="Softmax", find=_find),),
     impostors_exempt=_exempt,
     source="https://arxiv.org/abs/1805.02867",
 )

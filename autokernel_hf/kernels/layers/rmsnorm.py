@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
 
 
 class TorchRMSNorm(nn.Module):
-    """torch.nn.RMSNorm over the last dimension."""
+    """torch.nn.RMSNorm over the last dimension, and norms that call their epsilon `eps` as it does."""
 
     can_torch_compile = True
     has_backward = False
