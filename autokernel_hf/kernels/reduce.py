@@ -1,0 +1,184 @@
+"""Reduction of one dimension: sum, mean, max, min, product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autokernel_hf.kernels.base import (
+    OPS,
+    KernelType,
+    Output,
+    Outputs,
+    Reduced,
+    Schema,
+    Tolerance,
+    compile_peer,
+    eager_peer,
+    fill_values,
+    growth_in_fp32,
+    input_bytes,
+    itemsize,
+    workload_from,
+)
+from autokernel_hf.records import Scalar, TensorSpec, Workload
+
+SCHEMA = Schema.parse('reduce(Tensor x, int dim=-1, bool keepdim=False, str op="sum") -> Tensor')
+
+
+def reference(x: Tensor, dim: int = -1, keepdim: bool = False, op: str = "sum") -> Outputs:
+    """torch's own reduction; NaN propagates; the maximum or minimum of no element raises IndexError.
+
+    Shapes: x any -> x's without dimension `dim`, or with 1 there where `keepdim`.
+    """
+    if op == "sum":
+        return (torch.sum(x, dim, keepdim),)
+    if op == "mean":
+        return (torch.mean(x, dim, keepdim),)
+    if op == "max":
+        return (torch.amax(x, dim, keepdim),)
+    if op == "min":
+        return (torch.amin(x, dim, keepdim),)
+    if op == "prod":
+        return (torch.prod(x, dim, keepdim),)
+    raise ValueError(f"unknown reduction {op!r}; known: {', '.join(OPS)}")
+
+
+def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) -> Workload:
+    """x of the axes L, M, N that are named, in this order; none at all is a scalar."""
+    shape = tuple(axes[name] for name in ("L", "M", "N") if name in axes)
+    label = "x".join(map(str, shape)) or "scalar"
+    dim = options.get("dim", -1)
+    return workload_from(
+        SCHEMA,
+        f"{label}-{options.get('op', 'sum')}-dim{dim}",
+        {"x": TensorSpec(shape=shape, dtype=dtype)},
+        dict(options),
+    )
+
+
+def _length(workload: Workload) -> int:
+    """Elements that make one output."""
+    shape, dim = workload.tensor("x").shape, workload.arg("dim")
+    assert isinstance(dim, int)
+    return shape[dim] if shape else 1
+
+
+def _out_elements(workload: Workload) -> int:
+    length = _length(workload)
+    shape = list(workload.tensor("x").shape)
+    if shape:
+        dim = workload.arg("dim")
+        assert isinstance(dim, int)
+        del shape[dim]
+    return math.prod(shape) if length or shape else 1
+
+
+def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
+    """The workload's regime, tamed where the right answer would be no number or noise.
+
+    A product is of values near 1 (times a sign), a single sum of positive ones (so that it does not cancel), and a sum
+    in float16 stays below the largest number there.
+    """
+    x = fill_values(spec, workload.values, generator)
+    op, length = workload.arg("op"), max(_length(workload), 1)
+    if op == "prod":
+        normal = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+        near_one = torch.sign(normal) * torch.exp2(normal / math.sqrt(length))
+        return torch.where(torch.isfinite(x), near_one, x)
+    if op in ("sum", "mean") and _out_elements(workload) == 1:
+        x = torch.where(torch.isfinite(x), x.abs(), x)
+    if op == "sum" and spec.dtype == "float16" and x.numel():
+        dim = workload.arg("dim")
+        assert isinstance(dim, int)
+        largest = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().sum(dim).max().item()
+        x = x * min(1.0, 3e4 / max(largest, 1e-30))
+    return x
+
+
+def _roundings(workload: Workload) -> float:
+    length = _length(workload)
+    op = workload.arg("op")
+    if op in ("max", "min"):
+        return 0.0
+    if op == "prod":
+        return math.sqrt(length + 1)
+    return math.log2(length + 2) + math.sqrt(length) / 16
+
+
+def _impostors_exempt(impostor: str, workload: Workload) -> bool:
+    """No element or one: the answer is a constant, or the input itself. One output: it is its own mean."""
+    single = impostor == "mean" and _out_elements(workload) <= 1
+    return _length(workload) <= 1 or _out_elements(workload) == 0 or single
+
+
+KERNEL_TYPE = KernelType(
+    name="reduce",
+    schema=SCHEMA,
+    outputs=(Output(shape=(Reduced("x", "dim", "keepdim"),)),),
+    oracle=reference,
+    reference=reference,
+    peers=(eager_peer(reference), compile_peer(reference)),
+    axes=("M", "N"),
+    build=build,
+    workloads={
+        "cpu": (
+            build({"M": 1024, "N": 768}, "float32", {}),
+            build({"M": 1024, "N": 768}, "float32", {"dim": 0, "op": "mean"}),
+            build({"M": 64, "N": 16384}, "float32", {"op": "max"}),
+        ),
+        "cuda": tuple(
+            build({"M": M, "N": N}, "bfloat16", {}) for M, N in ((4096, 4096), (8192, 8192), (64, 1048576))
+        ),
+    },
+    sweep=(
+        ({"M": 32, "N": 128}, {}),
+        ({"M": 64, "N": 768}, {"op": "mean"}),
+        ({"M": 16, "N": 2048}, {"op": "max", "keepdim": True}),
+        ({"M": 128, "N": 96}, {"op": "sum", "dim": 0}),
+        ({"M": 16, "N": 512}, {"op": "prod"}),
+        ({"L": 4, "M": 32, "N": 48}, {"op": "min", "dim": 1}),
+        ({"L": 4, "M": 16, "N": 24}, {"op": "mean", "dim": -2, "keepdim": True}),
+        ({"M": 4, "N": 16384}, {"op": "sum"}),
+    ),
+    edges=(
+        ({"M": 0, "N": 64}, {}),
+        ({"M": 5, "N": 0}, {"op": "sum"}),
+        ({"M": 5, "N": 0}, {"op": "mean"}),
+        ({"M": 0, "N": 5}, {"op": "prod", "dim": 0, "keepdim": True}),
+        ({"M": 0, "N": 5}, {"op": "max"}),
+        ({}, {"op": "sum"}),
+        ({}, {"op": "max", "keepdim": True}),
+        ({"M": 1, "N": 1}, {"op": "mean"}),
+        ({"N": 1023}, {"op": "sum"}),
+        ({"N": 65537}, {"op": "mean"}),
+        ({"M": 3, "N": 7}, {"op": "min"}),
+        ({"M": 17, "N": 1025}, {"op": "max"}),
+        ({"M": 257, "N": 3}, {"op": "prod", "dim": 0}),
+        ({"L": 3, "M": 5, "N": 129}, {"op": "sum", "dim": 0}),
+        ({"M": 2, "N": 4099}, {"op": "sum"}),
+    ),
+    adversarial=("uniform", "large_offset", "tiny", "denormal", "large", "wide", "one_hot", "nonfinite"),
+    layouts={
+        "sliced": ("x",),
+        "padded": ("x",),
+        "transposed": ("x",),
+        "expanded": ("x",),
+        "offset": ("x",),
+    },
+    fills={"x": _fill},
+    codes={"op": OPS},
+    tolerance=Tolerance(
+        k=2.0,
+        ulps=2.0,
+        growth=growth_in_fp32(_roundings),
+        why="one rounding to the output's dtype; a sum of N terms in fp32 by a tree adds log2(N) roundings and a run "
+        "of each thread's own terms a little more; a product wanders by sqrt(N) roundings; a maximum has none",
+    ),
+    flops=lambda workload: float(math.prod(workload.tensor("x").shape)),
+    bytes_moved=lambda workload: input_bytes(workload) + _out_elements(workload) * itemsize(workload.dtype),
+    impostors_exempt=_impostors_exempt,
+)

@@ -1,0 +1,205 @@
+"""Rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autokernel_hf.kernels.base import (
+    Dims,
+    KernelType,
+    Output,
+    Outputs,
+    Peer,
+    Schema,
+    Tolerance,
+    compile_peer,
+    eager_peer,
+    input_bytes,
+    itemsize,
+    workload_from,
+)
+from autokernel_hf.records import Scalar, TensorSpec, Workload
+
+SCHEMA = Schema.parse(
+    "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)"
+)
+
+
+def oracle(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Outputs:
+    """Pairs (a, b) of the first R dims become (a * cos_a - b * sin_a, b * cos_b + a * sin_b); the rest is copied.
+
+    Pairs are (i, i + R/2), interleaved (2i, 2i + 1). Shapes: q (B, Hq, S, D), k (B, Hk, S, D), cos and sin (1|B, S, R).
+    """
+    R = cos.shape[-1]
+    first, second = (slice(0, R, 2), slice(1, R, 2)) if interleaved else (slice(0, R // 2), slice(R // 2, R))
+    c, s = cos[:, None], sin[:, None]
+    outputs = []
+    for x in (q, k):
+        out = x.clone()
+        a, b = x[..., first], x[..., second]
+        out[..., first] = a * c[..., first] - b * s[..., first]
+        out[..., second] = b * c[..., second] + a * s[..., second]
+        outputs.append(out)
+    return tuple(outputs)
+
+
+def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Outputs:
+    """x * cos + rotate(x) * sin, as the modeling files of transformers have it.
+
+    Tables in float32 make the whole expression float32 (some models want that); the outputs have q's dtype again.
+    """
+    R, D = cos.shape[-1], q.shape[-1]
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    outputs = []
+    for x in (q, k):
+        rotated = x if R == D else x[..., :R]
+        if interleaved:
+            turned = torch.stack((-rotated[..., 1::2], rotated[..., 0::2]), dim=-1).flatten(-2)
+        else:
+            turned = torch.cat((-rotated[..., R // 2 :], rotated[..., : R // 2]), dim=-1)
+        out = ((rotated * c) + (turned * s)).to(x.dtype)
+        outputs.append(out if R == D else torch.cat((out, x[..., R:]), dim=-1))
+    return tuple(outputs)
+
+
+def _liger(workload: Workload, device: torch.device) -> Callable[..., Any] | None:
+    """Liger's kernel, which works in place: timed with the copy that a caller needs who keeps q and k."""
+    if device.type != "cuda" or workload.arg("interleaved"):
+        return None
+    if workload.tensor("cos").shape[-1] != workload.tensor("q").shape[-1]:
+        return None
+    try:
+        from liger_kernel.ops import LigerRopeFunction
+    except ImportError:
+        return None
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
+        return LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)
+
+    return run
+
+
+def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) -> Workload:
+    """q and k as a model has them: heads transposed out of (B, S, H, D).
+
+    Options beside the scalars: `rotary_dim` (R, default D), `table_batch` (1 or B, default 1), `table_dtype`.
+    """
+    B, Hq, Hk, S, D = (axes[name] for name in ("B", "Hq", "Hk", "S", "D"))
+    chosen = dict(options)
+    R, table_batch = chosen.pop("rotary_dim", D), chosen.pop("table_batch", 1)
+    table_dtype = chosen.pop("table_dtype", dtype)
+    assert isinstance(R, int) and isinstance(table_batch, int) and isinstance(table_dtype, str)
+    table = TensorSpec(shape=(table_batch, S, R), dtype=table_dtype)
+    tensors = {
+        "q": TensorSpec(shape=(B, Hq, S, D), dtype=dtype, strides=(S * Hq * D, D, Hq * D, 1)),
+        "k": TensorSpec(shape=(B, Hk, S, D), dtype=dtype, strides=(S * Hk * D, D, Hk * D, 1)),
+        "cos": table,
+        "sin": table,
+    }
+    label = f"{B}x{Hq}-{Hk}x{S}x{D}" + (f"-r{R}" if R != D else "")
+    return workload_from(
+        SCHEMA, label + ("-interleaved" if chosen.get("interleaved") else ""), tensors, chosen
+    )
+
+
+def _fill_table(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
+    """Real tables (base 10000, positions from 3, so that no row leaves its input as it is), or any numbers.
+
+    A real table repeats its first half, so a kernel may read only that and pass: under the regime `uniform` the
+    entries are unrelated, as the definition allows.
+    """
+    if workload.values == "uniform":
+        return torch.rand(spec.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    B, S, R = spec.shape
+    frequencies = 10000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
+    positions = 3 + torch.arange(S, dtype=torch.float64) + 7 * torch.arange(B, dtype=torch.float64)[:, None]
+    angles = positions[..., None] * frequencies
+    table = angles.cos() if name == "cos" else angles.sin()
+    return table.repeat_interleave(2, -1) if workload.arg("interleaved") else torch.cat((table, table), -1)
+
+
+def _elements(workload: Workload) -> int:
+    return sum(math.prod(workload.tensor(name).shape) for name in ("q", "k"))
+
+
+def _rotated(workload: Workload) -> float:
+    D = workload.tensor("q").shape[-1]
+    return _elements(workload) * workload.tensor("cos").shape[-1] / D if D else 0.0
+
+
+KERNEL_TYPE = KernelType(
+    name="rotary_embedding",
+    schema=SCHEMA,
+    outputs=(Output(shape=(Dims("q"),)), Output(shape=(Dims("k"),))),
+    oracle=oracle,
+    reference=reference,
+    peers=(eager_peer(reference), compile_peer(reference), Peer(name="liger", make=_liger)),
+    axes=("B", "Hq", "Hk", "S", "D"),
+    build=build,
+    workloads={
+        "cpu": (
+            build({"B": 1, "Hq": 12, "Hk": 4, "S": 1024, "D": 64}, "float32", {}),
+            build({"B": 1, "Hq": 32, "Hk": 8, "S": 256, "D": 64}, "float32", {}),
+        ),
+        "cuda": (
+            build({"B": 1, "Hq": 32, "Hk": 8, "S": 2048, "D": 128}, "bfloat16", {}),
+            build({"B": 8, "Hq": 32, "Hk": 8, "S": 4096, "D": 128}, "bfloat16", {}),
+        ),
+    },
+    sweep=(
+        ({"B": 2, "Hq": 4, "Hk": 2, "S": 32, "D": 64}, {}),
+        ({"B": 1, "Hq": 3, "Hk": 1, "S": 48, "D": 128}, {"table_dtype": "float32"}),
+        ({"B": 2, "Hq": 4, "Hk": 4, "S": 16, "D": 80}, {"rotary_dim": 32, "table_batch": 2}),
+        ({"B": 2, "Hq": 4, "Hk": 2, "S": 24, "D": 64}, {"interleaved": True}),
+        ({"B": 1, "Hq": 8, "Hk": 8, "S": 16, "D": 256}, {"interleaved": True, "rotary_dim": 64}),
+    ),
+    edges=(
+        ({"B": 0, "Hq": 2, "Hk": 2, "S": 4, "D": 8}, {}),
+        ({"B": 1, "Hq": 2, "Hk": 2, "S": 0, "D": 8}, {}),
+        ({"B": 1, "Hq": 1, "Hk": 1, "S": 1, "D": 2}, {}),
+        ({"B": 1, "Hq": 1, "Hk": 1, "S": 1, "D": 2}, {"interleaved": True}),
+        ({"B": 3, "Hq": 5, "Hk": 1, "S": 17, "D": 6}, {"table_batch": 3}),
+        ({"B": 1, "Hq": 7, "Hk": 7, "S": 33, "D": 130}, {}),
+        ({"B": 2, "Hq": 3, "Hk": 2, "S": 31, "D": 63}, {"rotary_dim": 62}),
+        ({"B": 1, "Hq": 3, "Hk": 1, "S": 9, "D": 7}, {"rotary_dim": 2, "interleaved": True}),
+        ({"B": 1, "Hq": 2, "Hk": 1, "S": 5, "D": 8}, {"rotary_dim": 0}),
+        ({"B": 1, "Hq": 2, "Hk": 0, "S": 5, "D": 8}, {}),
+    ),
+    adversarial=(
+        "uniform",
+        "large_offset",
+        "tiny",
+        "denormal",
+        "large",
+        "wide",
+        "equal",
+        "one_hot",
+        "nonfinite",
+    ),
+    layouts={
+        "sliced": ("q", "k", "cos", "sin"),
+        "padded": ("q", "k", "cos"),
+        "transposed": ("q", "k"),
+        "expanded": ("q", "k"),
+        "offset": ("q", "k", "cos", "sin"),
+    },
+    fills={"cos": _fill_table, "sin": _fill_table},
+    tolerance=Tolerance(
+        k=2.0,
+        ulps=2.0,
+        why="two products and one sum, in fp32 or in the dtype as the model does it, and one rounding to the dtype; "
+        "where the two products cancel, the roundings are those of the products, which have the size of the whole",
+    ),
+    flops=lambda workload: 3.0 * _rotated(workload),
+    bytes_moved=lambda workload: input_bytes(workload) + _elements(workload) * itemsize(workload.dtype),
+    # Nothing is rotated: the right answer is the input.
+    impostors_exempt=lambda impostor, workload: (
+        workload.tensor("cos").shape[-1] == 0 or 0 in workload.tensor("q").shape
+    ),
+    source="https://arxiv.org/abs/2104.09864",
+)
