@@ -1,0 +1,271 @@
+"""The command line keeps its contract: fast help, one JSON document, exit codes, failures told in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autokernel_hf import doctor
+from autokernel_hf.agent import Playbook
+from autokernel_hf.cli import app
+from autokernel_hf.optimize import Limits, Search
+from autokernel_hf.progress import Silent
+from autokernel_hf.runs import Run
+from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
+
+COMMANDS = [
+    "optimize",
+    "pull",
+    "profile",
+    "extract",
+    "bench",
+    "compile",
+    "types",
+    "starter",
+    "verify",
+    "export",
+    "publish",
+    "check",
+    "tune",
+    "report",
+    "context",
+    "try",
+    "best",
+    "ledger",
+    "skill",
+    "doctor",
+    "gpus",
+]
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A searched run, judged by a formula."""
+    run = Run.create(tmp_path, "org/model", settings(max_experiments=6))
+    run.add_target(target(), [starter()])
+    Search(
+        target(),
+        [starter()],
+        run=run,
+        judge=KnownJudge(),
+        decide=decide,
+        diagnose=diagnose,
+        limits=Limits(max_experiments=6, max_reverts=9),
+        progress=Silent(),
+    ).run_all(Playbook())
+    run.close()
+    return run.path
+
+
+def test_every_command_of_the_contract_is_there() -> None:
+    names = {c.name or c.callback.__name__ for c in app.registered_commands} | {
+        g.name for g in app.registered_groups
+    }
+    assert names == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_no_framework(command: str) -> None:
+    script = (
+        "import sys\n"
+        "from autokernel_hf.cli import app\n"
+        "try:\n    app([a for a in sys.argv[1:] if a])\n"
+        "except SystemExit as e:\n    assert not e.code, e.code\n"
+        "loaded = {'torch', 'triton', 'transformers', 'kernels', 'optuna'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_help_answers_in_half_a_second_of_processor_time() -> None:
+    best = 9.0
+    for _ in range(3):
+        before = os.times()
+        subprocess.run(
+            [sys.executable, "-m", "autokernel_hf", "optimize", "--help"], capture_output=True, check=True
+        )
+        after = os.times()
+        best = min(
+            best, after.children_user + after.children_system - before.children_user - before.children_system
+        )
+    assert best < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["optimize"], 2),
+        (["optimize", "gpt2", "--resume", "x"], 2),
+        (["optimize", "gpt2", "--backend", "fortran"], 2),
+        (["optimize", "gpt2", "--proposer", "llm", "--device", "tpu"], 2),
+        (["profile", "gpt2", "--random-weights", "--input-shape", "1,-5"], 2),
+        (["profile", "gpt2", "--random-weights", "--dtype", "int8"], 2),
+        (["nonsense"], 2),
+        (["starter", "nonsense", "--backend", "cpp"], 2),
+        (["bench", "no-such-file.cpp"], 1),
+        (["ledger", "--run", "no-such-run"], 1),
+        (["check", "no-such-folder/at-all"], 1),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: int) -> None:
+    got, out, err = invoke(*arguments)
+    assert got == code, err
+    assert out == ""
+    assert err
+    assert "Traceback" not in err
+
+
+def test_failures_are_one_json_document_too() -> None:
+    code, out, err = invoke("ledger", "--run", "no-such-run", "--json")
+    assert code == 1
+    assert set(json.loads(out)["error"]) == {"message", "remedy"}
+    assert "no-such-run is not a run folder" in err
+
+
+def test_traceback_only_with_debug() -> None:
+    assert "Traceback" not in invoke("ledger", "--run", "no-such-run")[2]
+    assert "Traceback" in invoke("ledger", "--run", "no-such-run", "--debug")[2]
+
+
+def test_types_lists_all_twelve_with_schemas_that_parse() -> None:
+    code, out, _ = invoke("types", "--json")
+    assert code == 0
+    listed = {t["name"]: t for t in json.loads(out)["types"]}
+    assert len(listed) == 12
+    assert "triton" in listed["matmul"]["backends"]
+    assert listed["activation"]["backends"] == ["triton", "cuda", "cpp"]
+    assert (
+        listed["rmsnorm"]["schema"]
+        == "rmsnorm(Tensor x, Tensor weight, float eps, float offset=0.0) -> Tensor"
+    )
+    assert listed["rmsnorm"]["patches_models"] is True
+    assert listed["reduce"]["patches_models"] is False
+
+
+def test_starter_prints_the_source_as_it_is(repository_root: Path) -> None:
+    code, out, _ = invoke("starter", "rmsnorm", "--backend", "cpp")
+    assert code == 0
+    assert out == (repository_root / "autokernel_hf/kernels/cpp/rmsnorm.cpp").read_text()
+
+
+def test_verbs_of_a_coding_agent_read_a_run(run_dir: Path) -> None:
+    code, out, _ = invoke("context", "--run", str(run_dir), "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["target"] == "rmsnorm"
+    assert document["experiments_left"] == 0
+    assert len(document["attempts"]) == 6
+    assert Path(document["file"]).read_text() == document["source"]
+    best = json.loads(invoke("best", "--run", str(run_dir), "--json")[1])
+    assert best["source"] == document["source"]
+    assert best["speedup_vs_eager"] == pytest.approx(document["speedup_vs_eager"])
+    rows = json.loads(invoke("ledger", "--run", str(run_dir), "--json")[1])["experiments"]
+    assert [r["experiment"] for r in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_try_refuses_a_file_for_another_type_and_a_spent_budget(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.cpp"
+    other.write_text("// kernel_type: softmax\n")
+    code, _, err = invoke("try", str(other), "--note", "x", "--run", str(run_dir))
+    assert code == 1
+    assert "is a softmax kernel" in err
+    mine = tmp_path / "mine.cpp"
+    mine.write_text(starter().source)
+    code, _, err = invoke("try", str(mine), "--note", "x", "--run", str(run_dir))
+    assert code == 1
+    assert "All 6 experiments" in err
+
+
+def test_report_writes_a_page_and_a_picture(run_dir: Path) -> None:
+    code, out, _ = invoke("report", str(run_dir), "--json")
+    assert code == 0
+    page = Path(json.loads(out)["path"]).read_text()
+    assert "5.000" in page or "kUnroll" in page
+    assert (run_dir / "progress.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_skill_is_installed_where_asked(tmp_path: Path) -> None:
+    code, out, _ = invoke("skill", "add", "--dest", str(tmp_path), "--json")
+    assert code == 0
+    text = Path(json.loads(out)["path"]).read_text()
+    assert text.startswith("---\nname: autokernel-hf\n")
+    assert "autokernel-hf try FILE --note" in text
+    assert invoke("skill", "add")[0] == 2
+
+
+def test_program_md_names_only_commands_that_exist(repository_root: Path) -> None:
+    import re
+
+    text = (repository_root / "program.md").read_text()
+    named = set(re.findall(r"`autokernel-hf (\w+)", text))
+    assert named >= {"context", "try", "best", "ledger", "optimize"}
+    assert named <= set(COMMANDS)
+
+
+def test_doctor_has_a_remedy_for_every_failure_that_has_one() -> None:
+    code, out, _ = invoke("doctor", "--json")
+    assert code == 0
+    checks = {c["name"]: c for c in json.loads(out)["checks"]}
+    assert checks["torch"]["ok"]
+    assert checks["transformers accepts kernels"]["ok"]
+    assert all(c["remedy"] for c in checks.values() if not c["ok"])
+
+
+@pytest.mark.parametrize(
+    ("transformers", "kernels", "wanted"),
+    [
+        ("5.22.2", "0.17.2", None),
+        ("5.23.0", "0.17.2", ">=0.18.2,<0.19"),
+        ("5.24.0", "0.17.2", ">=0.18.2,<0.19"),
+        ("5.17.0", "0.17.2", ">=0.16,<0.17"),
+        ("5.18.0", "0.17.0", None),
+        ("5.20.2", "0.17.0", ">=0.17.2,<0.18"),
+    ],
+)
+def test_doctor_knows_which_versions_refuse_each_other(
+    transformers: str, kernels: str, wanted: str | None
+) -> None:
+    assert doctor.refused_pair(transformers, kernels) == wanted
+
+
+def test_doctor_names_a_variable_that_breaks_every_hub_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DO_NOT_TRACK", "1")
+    found = {c.name: c for c in doctor.examine()}["kernels can reach the Hub"]
+    assert not found.ok
+    assert found.remedy == "unset DO_NOT_TRACK"
+
+
+def test_gpus_lists_this_device_and_the_known_ones() -> None:
+    code, out, _ = invoke("gpus", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["devices"][0]["kind"] == "cpu"
+    assert document["devices"][0]["units"] >= 1
+    assert len(document["known"]) >= 20
+
+
+def test_python_m_is_the_same_program() -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "autokernel_hf", "starter", "x", "--backend", "cpp"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "There is no kernel type 'x'" in done.stderr
+    assert time.monotonic() - started < 60
