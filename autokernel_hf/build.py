@@ -1,0 +1,459 @@
+"""Candidate in, package variant out: the folder that is judged, verified and shipped.
+
+A compiled candidate is linked with the binding of its kernel type, which is compiled once and kept, so that a changed
+candidate costs its own compilation and a link. Everything is kept by content: the id of a build is a hash of all that
+went into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from autokernel_hf import binding, contract, toolchain, variant
+from autokernel_hf.cache import cache_root, folder_once
+from autokernel_hf.errors import CompileError, PackageError, ToolMissingError, UsageError
+from autokernel_hf.kernels import kernel_type as find_type
+from autokernel_hf.kernels import layers_source
+from autokernel_hf.kernels.base import KernelType
+from autokernel_hf.records import Built, Candidate, Resources
+
+log = logging.getLogger(__name__)
+
+COMPILE_TIMEOUT_S = 300.0
+DEFAULT_CUDA_ARCHS = ("9.0a",)
+TORCH_TARGET = "0x020b000000000000ULL"  # 2.11, as the variant's name says
+
+CPP_FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden")
+CUDA_FLAGS = ("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo")
+# What makes a library fit to be loaded beside others: its statics are its own, and it names no path of this machine.
+_LIBRARY_FLAGS = ("-fPIC", "-fno-gnu-unique")
+_BINDING_FLAGS = ("-O2", "-std=c++20", "-fvisibility=hidden", *_LIBRARY_FLAGS)
+
+
+def build(candidate: Candidate, *, archs: tuple[str, ...] = (), device: str = "cpu") -> Built:
+    """The package variant of a candidate, from the cache or made now.
+
+    Args:
+        archs: CUDA architectures of the binary, as the Kernel Hub writes them: 8.0, 9.0a, 9.0+PTX. Empty: that of
+            the GPU here where `device` is one, else 9.0a.
+        device: Where it is to run: cpu, cuda, cuda:1.
+
+    Raises:
+        CandidateError: The file breaks the candidate contract.
+        CompileError: It does not compile; the message shows the candidate's own lines.
+        ToolMissingError: A compiler is not installed.
+        UsageError: There is no such kernel type.
+    """
+    started = time.monotonic()
+    recipe = _recipe(candidate, archs, device)
+    folder = cache_root() / "builds" / recipe.id
+    cached = folder_once(folder, lambda temporary: _make(recipe, temporary))
+    notes = json.loads((cache_root() / "notes" / f"{recipe.id}.json").read_text(encoding="utf-8"))
+    return Built(
+        id=recipe.id,
+        kernel_type=candidate.kernel_type,
+        backend=candidate.backend,
+        path=str(folder),
+        variant=recipe.variant,
+        archs=recipe.archs,
+        resources=Resources.model_validate(notes),
+        seconds=time.monotonic() - started,
+        cached=cached,
+    )
+
+
+def load(path: str | Path) -> ModuleType:
+    """The module of a package variant, imported under its id as the `kernels` library does; once a process.
+
+    Raises:
+        PackageError: The folder is no variant, or does not load.
+    """
+    folder = Path(path).resolve()
+    name = _id_of(folder)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    if spec is None or spec.loader is None:
+        raise PackageError(f"{folder} is not a kernel variant: it cannot be imported.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _no_bytecode():
+            spec.loader.exec_module(module)
+    except BaseException as error:
+        for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+            del sys.modules[loaded]
+        if isinstance(error, (ImportError, OSError)):
+            raise PackageError(f"{folder} does not load: {error}") from error
+        raise
+    return module
+
+
+def _id_of(folder: Path) -> str:
+    metadata = folder / "metadata.json"
+    if metadata.exists():
+        return str(json.loads(metadata.read_text(encoding="utf-8"))["id"])
+    if not (folder / "_ops.py").exists():
+        raise PackageError(f"{folder} is not a kernel variant: it has no _ops.py.")
+    return folder.name
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Importing writes nothing into the folder: what ships has digests."""
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
+
+
+# --- recipes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that goes into a build, and the id that follows from it."""
+
+    id: str
+    candidate: Candidate
+    type: KernelType
+    variant: str
+    archs: tuple[str, ...]
+    files: tuple[tuple[str, str], ...]  # the variant's Python files, with the id in place
+    binding: str  # C++, empty for triton
+
+
+def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe:
+    type_ = find_type(candidate.kernel_type)
+    domain = contract.check(candidate, type_)
+    layers = layers_source(type_.name)
+    templates = {
+        "__init__.py": variant.init_source(type_, has_layers=layers is not None),
+        "_ops.py": variant.ops_source(type_, candidate.backend, domain),
+    }
+    if layers is not None:
+        templates["layers.py"] = layers
+    source = ""
+    if candidate.backend == "triton":
+        name, archs, tools = "torch-cuda", (), ()
+        templates["op.py"] = candidate.source
+    elif candidate.backend == "cpp":
+        archs = cpu_levels()
+        name = f"torch-stable-abi211-cpu-{toolchain.machine()}-linux"
+        source = binding.binding_source(type_, "cpp", archs)
+        tools = (toolchain.gxx().version, *CPP_FLAGS, *_LIBRARY_FLAGS, *_BINDING_FLAGS)
+    else:
+        archs = archs or _local_archs(device)
+        name = f"torch-stable-abi211-{_cuda_tag()}-{toolchain.machine()}-linux"
+        source = binding.binding_source(type_, "cuda")
+        tools = (toolchain.nvcc().version, toolchain.gxx().version, *CUDA_FLAGS, *_LIBRARY_FLAGS, *_BINDING_FLAGS)
+    if source:
+        source_parts = (binding.RUNTIME.read_text(), binding.MODULE_SOURCE, binding.PRELUDE_SOURCE)
+        tools = (*tools, *source_parts)
+    content = json.dumps([candidate.source, candidate.backend, name, archs, templates, source, tools])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    id_ = f"_ak_{type_.name}_{candidate.backend}_{digest}"
+    files = tuple(
+        (file, text.replace(variant.ID, id_) if file == "_ops.py" else text) for file, text in templates.items()
+    )
+    return Recipe(
+        id=id_, candidate=candidate, type=type_, variant=name, archs=archs, files=files, binding=source
+    )
+
+
+def cpu_levels() -> tuple[str, ...]:
+    """The instruction sets a cpp candidate is compiled for, lowest first; one, unnamed, build elsewhere than on x86."""
+    return binding.CPU_LEVELS if toolchain.machine() == "x86_64" else ()
+
+
+def _cuda_tag() -> str:
+    major, minor = toolchain.nvcc().version.split(".")[:2]
+    return f"cu{major}{minor}"
+
+
+def _local_archs(device: str) -> tuple[str, ...]:
+    if not device.startswith("cuda"):
+        return DEFAULT_CUDA_ARCHS
+    capability = _capability(device)
+    if capability is None:
+        return DEFAULT_CUDA_ARCHS
+    # From 9.0 on, an architecture has instructions of its own (wgmma, TMA forms) that only its `a` target may use.
+    return (f"{capability}a" if int(capability.split(".")[0]) >= 9 else capability,)
+
+
+def _capability(device: str) -> str | None:
+    """The compute capability of a GPU here, without starting a CUDA context in this process; None without a GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    done = subprocess.run(
+        [program, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
+    )
+    rows = [r.strip() for r in done.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d+\s*", r)]
+    if done.returncode != 0 or not rows:
+        return None
+    index = int(device.partition(":")[2] or 0)
+    return rows[index] if index < len(rows) else rows[0]
+
+
+# --- making -------------------------------------------------------------------------------------------------------
+
+
+def _make(recipe: Recipe, folder: Path) -> None:
+    """Fill a folder with the variant's files; leave what is known of it under `notes`."""
+    for file, text in recipe.files:
+        (folder / file).write_text(text, encoding="utf-8")
+    resources = Resources()
+    if recipe.candidate.backend != "triton":
+        work = folder / "work"
+        work.mkdir()
+        resources = _compile(recipe, work)
+        (work / f"{recipe.id}.abi3.so").rename(folder / f"{recipe.id}.abi3.so")
+        shutil.rmtree(work)
+    notes = cache_root() / "notes" / f"{recipe.id}.json"
+    resources.save(notes)
+
+
+def _compile(recipe: Recipe, work: Path) -> Resources:
+    backend, suffix = recipe.candidate.backend, recipe.candidate.suffix
+    parts = _parts(recipe)
+    file_name = f"kernel{suffix}"
+    (work / file_name).write_text(recipe.candidate.source, encoding="utf-8")
+    (work / f"unit{suffix}").write_text(_unit(recipe.type, file_name), encoding="utf-8")
+    (work / "module.c").write_text(binding.MODULE_SOURCE, encoding="utf-8")
+    compiled = list(_cpp_edges(recipe, parts) if backend == "cpp" else _cuda_edges(recipe, parts))
+    output = _ninja(work, [*compiled, *_link_edges(recipe, parts)], recipe.candidate.source, file_name)
+    if backend == "cpp":
+        _refuse_initializers(work / f"{_short(recipe.archs[-1]) if recipe.archs else 'only'}.o")
+    use = toolchain.ptxas_use(output)
+    if use is None:
+        return Resources()
+    return Resources(registers=use.registers, spill_bytes=use.spill_bytes, shared_bytes=use.shared_bytes)
+
+
+def _unit(type_: KernelType, file_name: str) -> str:
+    """What the compiler sees: the candidate, and its launcher declared again, so that a wrong one has an error."""
+    return f'#include "{file_name}"\n{binding.launcher_prototype(type_)};\n'
+
+
+def _refuse_initializers(object_file: Path) -> None:
+    """A static with a constructor runs when the library is loaded, in code of an instruction set that may be missing."""
+    sections = subprocess.run(["readelf", "-SW", str(object_file)], capture_output=True, text=True, timeout=60).stdout
+    if re.search(r"\.(init_array|ctors)\b", sections):
+        raise CompileError(
+            "The candidate has a static variable that is initialized when the library is loaded.",
+            remedy="Make it constexpr, or a static inside the function that uses it; do not include <iostream>.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """One command of a build: what it makes, from what."""
+
+    output: str
+    inputs: tuple[str, ...]
+    command: str
+
+
+def _ninja(work: Path, edges: Sequence[Edge], source: str, file_name: str) -> str:
+    """Run the commands, as many at once as there are cores; return what they printed.
+
+    Raises:
+        CompileError: One failed.
+    """
+    lines = ["ninja_required_version = 1.5", ""]
+    for i, edge in enumerate(edges):
+        inputs = " ".join(re.sub(r"([$ :])", r"$\1", path) for path in edge.inputs)
+        command = edge.command.replace("$", "$$")
+        lines += [f"rule r{i}", f"  command = {command}", f"build {edge.output}: r{i} {inputs}", ""]
+    (work / "build.ninja").write_text("\n".join(lines), encoding="utf-8")
+    status, output = toolchain.run(
+        [toolchain.ninja().path, "-v"], cwd=work, timeout_s=COMPILE_TIMEOUT_S, env={"LC_ALL": "C"}
+    )
+    if status != 0:
+        log.debug("ninja in %s:\n%s", work, output)
+        raise toolchain.compile_error(output, source, file_name)
+    return output
+
+
+def _short(level: str) -> str:
+    return level.rsplit("-", 1)[-1]
+
+
+def _include(parts: Path) -> str:
+    """Our headers, by names that no error check embeds."""
+    return f"-include {shlex.quote(str(parts / 'prelude.h'))} -I{shlex.quote(str(parts))} {_unnamed(parts)}"
+
+
+def _unnamed(*folders: Path) -> str:
+    return " ".join(f"-ffile-prefix-map={shlex.quote(str(folder))}=." for folder in folders)
+
+
+def _cpp_edges(recipe: Recipe, parts: Path) -> Iterator[Edge]:
+    """The candidate once an instruction set, each shut off from the others.
+
+    Inline functions and templates of the standard library are the same symbols in all of them, and the linker would
+    keep one, perhaps of a set that the processor lacks: so they are made local, and the launcher gets its set's name.
+    """
+    compiler = shlex.quote(toolchain.gxx().path)
+    name = recipe.type.name
+    for level in recipe.archs or ("",):
+        short = _short(level) or "only"
+        flags = " ".join((*CPP_FLAGS, *_LIBRARY_FLAGS, f"-march={level}" if level else ""))
+        yield Edge(
+            output=f"{short}.raw.o",
+            inputs=("unit.cpp",),
+            command=f"{compiler} {flags} -w {_include(parts)} -c unit.cpp -o {short}.raw.o",
+        )
+        renamed = f"ak_{name}_{short}" if level else name
+        symbols = {name: renamed, f"{name}_workspace": f"{renamed}_workspace"}
+        keep = " ".join(f"-G {old} -G {new}" for old, new in symbols.items())
+        rename = " ".join(f"--redefine-sym {old}={new}" for old, new in symbols.items() if old != new)
+        yield Edge(
+            output=f"{short}.o",
+            inputs=(f"{short}.raw.o",),
+            command=f"{compiler} -r -nostdlib -Wl,--force-group-allocation {short}.raw.o -o {short}.one.o"
+            f" && objcopy {keep} {rename} {short}.one.o {short}.o",
+        )
+    # A name that only torch, or a BLAS inside of it, could supply would be found when the library is loaded there.
+    yield Edge(
+        output="closed",
+        inputs=(f"{short}.raw.o",),
+        command=f"{compiler} -shared -Wl,-z,defs {short}.raw.o -o closed -lgomp -lm",
+    )
+
+
+def _cuda_edges(recipe: Recipe, parts: Path) -> Iterator[Edge]:
+    compiler, host = toolchain.nvcc(), toolchain.gxx()
+    flags = " ".join((*CUDA_FLAGS, *map(_gencode, recipe.archs), "-Xptxas -v"))
+    host_flags = ",".join(("-fvisibility=hidden", *_LIBRARY_FLAGS, *_unnamed(parts).split()))
+    yield Edge(
+        output="cuda.o",
+        inputs=("unit.cu",),
+        command=f"{shlex.quote(compiler.path)} {flags} -ccbin {shlex.quote(host.path)} -w -Xcompiler {host_flags}"
+        f" --pre-include {shlex.quote(str(parts / 'prelude.h'))} -I{shlex.quote(str(parts))} -c unit.cu -o cuda.o",
+    )
+    yield Edge(
+        output="closed",
+        inputs=("cuda.o",),
+        command=f"{shlex.quote(host.path)} -shared -Wl,-z,defs cuda.o -o closed {_cudart()} -lm",
+    )
+
+
+def _gencode(arch: str) -> str:
+    """nvcc's words for an architecture as the Kernel Hub writes it: 8.0, 9.0a, 9.0+PTX."""
+    match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch)
+    if match is None:
+        raise UsageError(f"{arch!r} is not a CUDA architecture.", remedy="Write it as 8.0, 9.0a or 9.0+PTX.")
+    number = f"{match[1]}{match[2]}{match[3]}"
+    code = f"[sm_{number},compute_{number}]" if match[4] else f"sm_{number}"
+    return f"-gencode arch=compute_{number},code={code}"
+
+
+def _cudart() -> str:
+    """How to link the CUDA runtime: shared, as torch does.
+
+    A static one would be a second runtime in the process and needs newer symbols of glibc than manylinux_2_28 has;
+    the shared one of the same major version is always there already, since torch's libraries need it.
+    """
+    home = Path(toolchain.nvcc().path).resolve().parent.parent
+    for home_ in (home, Path(toolchain.cuda_home())):
+        for folder in (home_ / "lib64", home_ / "lib", home_ / "targets" / f"{toolchain.machine()}-linux" / "lib"):
+            if (folder / "libcudart.so").exists():
+                return f"-L{shlex.quote(str(folder))} -lcudart"
+    raise ToolMissingError(
+        f"libcudart.so was not found beside {toolchain.nvcc().path}.", remedy="Install the whole CUDA toolkit."
+    )
+
+
+def _link_edges(recipe: Recipe, parts: Path) -> Iterator[Edge]:
+    compiler = shlex.quote(toolchain.gxx().path)
+    yield Edge(
+        output="module.o",
+        inputs=("module.c",),
+        command=f"{compiler} -x c -O1 -fPIC -DTORCH_EXTENSION_NAME={recipe.id}"
+        f" -isystem {shlex.quote(toolchain.python_include())} -c module.c -o module.o",
+    )
+    if recipe.candidate.backend == "cuda":
+        objects: tuple[str, ...] = ("cuda.o",)
+        libraries = f"-ltorch_cpu -ltorch_cuda {_cudart()}"
+    else:
+        objects = tuple(f"{_short(level)}.o" for level in recipe.archs) or ("only.o",)
+        # No libgomp: torch brings its own, under a name that differs among builds, and a second OpenMP runtime in one
+        # process would have a second pool of threads. Its symbols are found through libtorch_cpu.
+        libraries = "-ltorch_cpu"
+    binding_object = shlex.quote(str(parts / "binding.o"))
+    output = f"{recipe.id}.abi3.so"
+    yield Edge(
+        output=output,
+        inputs=("module.o", *objects, "closed"),
+        command=f"{compiler} -shared module.o {binding_object} {' '.join(objects)} -o {output} -s"
+        f" -Wl,-z,now -Wl,-z,relro -Wl,--build-id=none -Wl,--version-script={shlex.quote(str(parts / 'exports'))}"
+        f" -L{shlex.quote(str(parts))} -Wl,--no-as-needed {libraries} -Wl,--as-needed -lm",
+    )
+
+
+# --- what all candidates of a type share ---------------------------------------------------------------------------
+
+
+def _parts(recipe: Recipe) -> Path:
+    """The folder of the compiled binding of a kernel type, with the headers that a candidate is compiled with.
+
+    The libraries beside it are empty: they only leave torch's names in the result, whatever torch is here.
+    """
+    backend = recipe.candidate.backend
+    compiler = toolchain.gxx()
+    torch_headers = Path(torch.__file__).parent / "include"
+    files = {
+        "autokernel.h": binding.HEADER.read_text(encoding="utf-8"),
+        "binding.h": binding.RUNTIME.read_text(encoding="utf-8"),
+        "prelude.h": binding.PRELUDE_SOURCE,
+        "binding.cpp": recipe.binding,
+        "exports": "{ global: PyInit_*; local: *; };\n",
+    }
+    flags = (*_BINDING_FLAGS, f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(("-DUSE_CUDA",) if backend == "cuda" else ()))
+    key = hashlib.sha256(json.dumps([files, flags, compiler.version, torch.__version__]).encode()).hexdigest()[:16]
+    folder = cache_root() / "bindings" / f"{recipe.type.name}-{backend}-{key}"
+
+    def make(temporary: Path) -> None:
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        program = shlex.quote(compiler.path)
+        edges = [
+            Edge(
+                output="binding.o",
+                inputs=("binding.cpp",),
+                command=f"{program} {' '.join(flags)} -include prelude.h -I. -isystem {shlex.quote(str(torch_headers))}"
+                f" {_unnamed(torch_headers, temporary)} -c binding.cpp -o binding.o",
+            )
+        ]
+        for library in ("torch_cpu", "torch_cuda") if backend == "cuda" else ("torch_cpu",):
+            edges.append(
+                Edge(
+                    output=f"lib{library}.so",
+                    inputs=("exports",),
+                    command=f"{program} -shared -nostdlib -x c /dev/null -Wl,-soname,lib{library}.so -o lib{library}.so",
+                )
+            )
+        _ninja(temporary, edges, recipe.binding, "binding.cpp")
+
+    folder_once(folder, make)
+    return folder
