@@ -1,0 +1,1 @@
+"""The judge: a trusted referee, and children that hold what is judged. `evaluate.py` is its public face."""
