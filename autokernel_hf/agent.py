@@ -239,7 +239,7 @@ class LanguageModel:
         if choice.finish_reason == "length":
             logger.warning("The model's answer was cut off at its token limit.")
             return ""
-        return choice.message.content or ""
+        return str(choice.message.content or "")
 
 
 def code_of(text: str, backend: str) -> str | None:

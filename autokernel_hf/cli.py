@@ -5,18 +5,28 @@ Stages are imported inside the commands, so that `--help` answers at once and im
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from autokernel_hf._console import Console, fail, guarded
+from autokernel_hf import _render as render
+from autokernel_hf._console import fail, guarded
+from autokernel_hf._options import (
+    Debug,
+    Device,
+    Json,
+    ModelOptions,
+    RunOption,
+    TargetOption,
+    TrustRemoteCode,
+    seconds,
+    takes_model,
+)
+from autokernel_hf._options import shape as parse_shape
 from autokernel_hf.errors import UsageError
-
-if TYPE_CHECKING:
-    from autokernel_hf.records import Evaluation, ModelSpec
 
 app = typer.Typer(
     name="autokernel-hf",
@@ -28,128 +38,14 @@ app = typer.Typer(
 skill_app = typer.Typer(help="The skill that teaches a coding agent to work here.", no_args_is_help=True)
 app.add_typer(skill_app, name="skill")
 
-# --- options that several commands share --------------------------------------------------------------------------
-
-_MODEL = "Model options"
-Model = Annotated[
-    str, typer.Argument(help="A Hub id (gpt2, meta-llama/...), a folder, or file.py:ClassName.")
-]
-Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit on the Hub.", rich_help_panel=_MODEL)
-]
-RandomWeights = Annotated[
-    bool,
-    typer.Option(
-        "--random-weights", help="Build the architecture without its weights.", rich_help_panel=_MODEL
-    ),
-]
-Task = Annotated[
-    str | None, typer.Option(help="Task, where the configuration names none.", rich_help_panel=_MODEL)
-]
-InputShape = Annotated[
-    str | None,
-    typer.Option(
-        metavar="B,S", help="Shape of the input [1 x min(1024, longest input)].", rich_help_panel=_MODEL
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="float32|float16|bfloat16",
-        help="[float32 on a CPU, the checkpoint's on a GPU]",
-        rich_help_panel=_MODEL,
-    ),
-]
-Device = Annotated[
-    str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where to run.", rich_help_panel=_MODEL)
-]
-Attn = Annotated[
-    str | None, typer.Option(metavar="IMPL", help="Attention implementation.", rich_help_panel=_MODEL)
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code that comes from the Hub.", rich_help_panel=_MODEL),
-]
-LocalFilesOnly = Annotated[
-    bool, typer.Option("--local-files-only", help="Use what is in the cache.", rich_help_panel=_MODEL)
-]
-Seed = Annotated[int, typer.Option(help="Seed of weights, inputs and search.", rich_help_panel=_MODEL)]
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the log.")]
-RunOption = Annotated[Path, typer.Option("--run", help="The run folder.")]
-TargetOption = Annotated[str | None, typer.Option("--target", help="The target, where the run has several.")]
-
-
-def _spec(
-    model: str,
-    revision: str | None,
-    random_weights: bool,
-    task: str | None,
-    input_shape: str | None,
-    dtype: str | None,
-    device: str,
-    attn: str | None,
-    trust_remote_code: bool,
-    local_files_only: bool,
-    seed: int,
-) -> ModelSpec:
-    from autokernel_hf.records import ModelSpec
-
-    if dtype not in (None, "float32", "float16", "bfloat16"):
-        raise UsageError(f"--dtype {dtype} is not supported.", remedy="Use float32, float16 or bfloat16.")
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise UsageError(f"--device {device} is no device.", remedy="Use auto, cpu, cuda or cuda:N.")
-    return ModelSpec(
-        model=model,
-        revision=revision,
-        random_weights=random_weights,
-        task=task,
-        input_shape=_shape(input_shape),
-        dtype=dtype,
-        device=device,
-        attn=attn,
-        trust_remote_code=trust_remote_code,
-        local_files_only=local_files_only,
-        seed=seed,
-    )
-
-
-def _shape(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = re.split(r"[,x]", text.replace(" ", ""))
-    if not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise UsageError(f"{text!r} is no shape.", remedy="Write positive numbers with commas, as in 1,1024.")
-    return tuple(int(p) for p in parts)
-
-
-def _seconds(text: str | None) -> float | None:
-    """`90`, `90s`, `30m`, `2h` in seconds."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is no duration.", remedy="Write 90s, 30m or 2h.")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
-
-
 # --- the main job -------------------------------------------------------------------------------------------------
 
 
 @app.command()
+@takes_model
 def optimize(
+    options: ModelOptions,
     model: Annotated[str | None, typer.Argument(help="A Hub id, a folder, or file.py:ClassName.")] = None,
-    revision: Revision = None,
-    random_weights: RandomWeights = False,
-    task: Task = None,
-    input_shape: InputShape = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    attn: Attn = None,
-    trust_remote_code: TrustRemoteCode = False,
-    local_files_only: LocalFilesOnly = False,
-    seed: Seed = 0,
     backend: Annotated[str, typer.Option(metavar="auto|triton|cuda|cpp", help="Kind of kernels.")] = "auto",
     proposer: Annotated[
         str, typer.Option(metavar="playbook|llm|external", help="Who proposes experiments.")
@@ -188,19 +84,9 @@ def optimize(
             raise UsageError("--max-cost is not counted yet.", remedy="Bound the run with --max-tokens.")
         if devices is not None and len(devices.split(",")) > 1:
             raise UsageError("Several devices are not shared yet.", remedy="Name one with --device cuda:N.")
-        spec = _spec(
-            model or "",
-            revision,
-            random_weights,
-            task,
-            input_shape,
-            dtype,
-            f"cuda:{devices}" if devices and device == "auto" else device,
-            attn,
-            trust_remote_code,
-            local_files_only,
-            seed,
-        )
+        if devices is not None and options.device == "auto":
+            options = dataclasses.replace(options, device=f"cuda:{devices}")
+        spec = options.spec(model or "")
         settings = RunSettings(
             spec=spec,
             backend=backend,
@@ -210,86 +96,24 @@ def optimize(
             max_tokens=max_tokens,
             top=top,
             max_experiments=max_experiments,
-            budget_s=_seconds(budget),
+            budget_s=seconds(budget),
             name=name,
             license=license,
         )
         record = pipeline.optimize(settings, out=out, resume=resume, progress=console)
-        console.result(record, _optimize_text)
+        console.result(record, render.optimize_text)
         if record.status == "failed":
             raise typer.Exit(1)
-
-
-def _optimize_text(console: Console, record: Any) -> None:
-    console.table(
-        [
-            "target",
-            "share",
-            "experiments",
-            "kept",
-            "model's own us",
-            "kernel us",
-            "speed-up",
-            "95 %",
-            "status",
-        ],
-        [
-            [
-                t.name,
-                f"{100 * t.share:.1f} %",
-                str(t.experiments),
-                str(t.kept),
-                _number(t.baseline_us),
-                _number(t.best_us),
-                _ratio(t.speedup),
-                _interval(t.speedup_ci95),
-                t.status if t.status == "won" else f"{t.status}: {t.reason}",
-            ]
-            for t in record.targets
-        ],
-    )
-    if record.verification is not None:
-        _verification_text(console, record.verification)
-    for package in record.packages:
-        console.line(f"Package {package.name}: {package.path}")
-    console.line(f"{record.status}: {record.reason}" if record.reason else record.status)
-    console.line(f"Run: {record.run_dir}")
-
-
-def _verification_text(console: Console, verification: Any) -> None:
-    latency = verification.latency_ms
-    cells = [(k.replace("_", " + ", 1), v) for k, v in latency.model_dump().items() if v is not None]
-    console.table([f"{k} ms" for k, _ in cells], [[f"{v:.2f}" for _, v in cells]])
-    speedup, interval = verification.speedup, verification.speedup_ci95
-    console.line(
-        f"Whole model: {_ratio(speedup.vs_eager)} against eager {_interval(interval.vs_eager)}, "
-        f"{_ratio(speedup.vs_compile)} against torch.compile {_interval(interval.vs_compile)}"
-    )
-    if verification.error is not None:
-        error = verification.error
-        more = f", top-1 agreement {error.top1_agreement:.4f}" if error.top1_agreement is not None else ""
-        console.line(
-            f"Error: largest {error.max_abs:.3g}, {error.ratio_to_eager:.2f} times eager's own{more}; "
-            f"calls {', '.join(f'{k} {v}' for k, v in verification.kernel_calls.items())}"
-        )
 
 
 # --- one stage a command ------------------------------------------------------------------------------------------
 
 
 @app.command()
+@takes_model
 def pull(
-    model: Model,
-    revision: Revision = None,
-    random_weights: RandomWeights = False,
-    task: Task = None,
-    input_shape: InputShape = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    attn: Attn = None,
-    trust_remote_code: TrustRemoteCode = False,
-    local_files_only: LocalFilesOnly = False,
-    seed: Seed = 0,
+    model: str,
+    options: ModelOptions,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -297,19 +121,7 @@ def pull(
     with guarded("pull", json, debug) as console:
         from autokernel_hf import pipeline
 
-        spec = _spec(
-            model,
-            revision,
-            random_weights,
-            task,
-            input_shape,
-            dtype,
-            device,
-            attn,
-            trust_remote_code,
-            local_files_only,
-            seed,
-        )
+        spec = options.spec(model)
         console.stage(f"Pulling {model}")
         pulled = pipeline.pull(spec)
         console.result(
@@ -323,18 +135,10 @@ def pull(
 
 
 @app.command()
+@takes_model
 def profile(
-    model: Model,
-    revision: Revision = None,
-    random_weights: RandomWeights = False,
-    task: Task = None,
-    input_shape: InputShape = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    attn: Attn = None,
-    trust_remote_code: TrustRemoteCode = False,
-    local_files_only: LocalFilesOnly = False,
-    seed: Seed = 0,
+    model: str,
+    options: ModelOptions,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
     memory_snapshot: Annotated[Path | None, typer.Option(help="Write a memory snapshot.")] = None,
     compile_log: Annotated[Path | None, typer.Option(help="Folder for torch.compile's logs.")] = None,
@@ -346,63 +150,21 @@ def profile(
     with guarded("profile", json, debug) as console:
         from autokernel_hf import pipeline
 
-        spec = _spec(
-            model,
-            revision,
-            random_weights,
-            task,
-            input_shape,
-            dtype,
-            device,
-            attn,
-            trust_remote_code,
-            local_files_only,
-            seed,
-        )
+        spec = options.spec(model)
         console.stage(f"Profiling {model}")
         found = pipeline.profile_model(
             spec, trace=trace, memory_snapshot=memory_snapshot, compile_log=compile_log
         )
         if out is not None:
             found.save(out)
-        console.result(found, _profile_text)
-
-
-def _profile_text(console: Console, found: Any) -> None:
-    console.line(f"{found.model.id} on {found.device.name}: {found.total_ms:.2f} ms a pass")
-    console.table(
-        ["site", "kernel type", "share", "calls", "ms", "floor ms", "bound", "shapes", "starter"],
-        [
-            [
-                s.name + (f" (in {s.nested_in})" if s.nested_in else ""),
-                s.kernel_type,
-                f"{100 * s.share:.1f} %",
-                str(s.calls),
-                f"{s.ms:.3f}",
-                f"{s.attainable_ms:.3f}",
-                s.bound,
-                " ".join(s.shapes[:2]),
-                "yes" if s.supported else "no",
-            ]
-            for s in found.sites
-        ],
-    )
-    console.line(f"Not covered by any kernel type: {100 * found.other_share:.1f} %")
+        console.result(found, render.profile_text)
 
 
 @app.command()
+@takes_model
 def extract(
     model: Annotated[str, typer.Argument(help="A model, or a profile that `profile --out` wrote.")],
-    revision: Revision = None,
-    random_weights: RandomWeights = False,
-    task: Task = None,
-    input_shape: InputShape = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    attn: Attn = None,
-    trust_remote_code: TrustRemoteCode = False,
-    local_files_only: LocalFilesOnly = False,
-    seed: Seed = 0,
+    options: ModelOptions,
     top: Annotated[int, typer.Option(min=1, help="Targets at most.")] = 3,
     backend: Annotated[str, typer.Option(metavar="auto|triton|cuda|cpp")] = "auto",
     max_experiments: Annotated[int, typer.Option(min=1, help="Experiments a target, for the agent.")] = 100,
@@ -417,23 +179,7 @@ def extract(
         from autokernel_hf.runs import Run, RunSettings
 
         known = Profile.load(Path(model)) if model.endswith(".json") and Path(model).is_file() else None
-        spec = (
-            known.spec
-            if known
-            else _spec(
-                model,
-                revision,
-                random_weights,
-                task,
-                input_shape,
-                dtype,
-                device,
-                attn,
-                trust_remote_code,
-                local_files_only,
-                seed,
-            )
-        )
+        spec = known.spec if known else options.spec(model)
         settings = RunSettings(
             spec=spec, backend=backend, proposer="external", top=top, max_experiments=max_experiments
         )
@@ -445,18 +191,7 @@ def extract(
                 "run_dir": str(run.path),
                 "targets": [t.model_dump(mode="json") for t in targets],
             }
-        console.result(document, _extract_text)
-
-
-def _extract_text(console: Console, document: Any) -> None:
-    for target in document["targets"]:
-        console.line(
-            f"{target['name']}: {100 * target['share']:.1f} % of the pass, "
-            f"at best {target['attainable_speedup']:.3f}x for the whole model"
-        )
-    if not document["targets"]:
-        console.line("No kernel type has enough to gain in this model on this device.")
-    console.line(f"Run: {document['run_dir']}")
+        console.result(document, render.extract_text)
 
 
 @app.command()
@@ -486,7 +221,7 @@ def bench(
         if target is not None:
             workloads = Target.load(target).workloads
         elif shape is not None:
-            sizes = _shape(shape) or ()
+            sizes = parse_shape(shape) or ()
             if len(sizes) != len(found.axes):
                 raise UsageError(
                     f"{found.name} has the axes {', '.join(found.axes)}; {shape} has {len(sizes)} numbers.",
@@ -502,43 +237,9 @@ def bench(
             quick=quick,
             seed=seed,
         )
-        console.result(evaluation, _bench_text)
+        console.result(evaluation, render.bench_text)
         if evaluation.status != "passed":
             raise typer.Exit(1)
-
-
-def _bench_text(console: Console, evaluation: Evaluation) -> None:
-    console.line(f"{evaluation.status}{': ' + evaluation.reason if evaluation.reason else ''}")
-    console.line(", ".join(f"{k} {v}" for k, v in evaluation.stages.model_dump().items()))
-    console.table(
-        [
-            "shape",
-            "dtype",
-            "us",
-            "fastest peer",
-            "its us",
-            "speed-up",
-            "95 %",
-            "GB/s",
-            "TFLOP/s",
-            "% of peak",
-        ],
-        [
-            [
-                w.shape,
-                w.dtype,
-                _number(w.latency_us),
-                w.baseline or "",
-                _number(w.baseline_us),
-                _ratio(w.speedup),
-                _interval(w.ci95),
-                _number(w.gb_s),
-                _number(w.tflops),
-                _number(w.pct_peak),
-            ]
-            for w in evaluation.workloads
-        ],
-    )
 
 
 @app.command()
@@ -557,8 +258,8 @@ def compile(
         console.result(
             report,
             lambda c, r: c.line(
-                f"{r.arch}: {_known(r.registers)} registers, {_known(r.spill_bytes)} bytes spilled, "
-                f"{_known(r.shared_bytes)} bytes shared, {r.seconds:.1f} s"
+                f"{r.arch}: {render.known(r.registers)} registers, {render.known(r.spill_bytes)} bytes spilled, "
+                f"{render.known(r.shared_bytes)} bytes shared, {r.seconds:.1f} s"
             ),
         )
 
@@ -569,7 +270,7 @@ def types(json: Json = False, debug: Debug = False) -> None:
     with guarded("types", json, debug) as console:
         from autokernel_hf.kernels import backends, kernel_types
 
-        document = {
+        document: dict[str, list[dict[str, Any]]] = {
             "types": [
                 {
                     "name": t.name,
@@ -627,7 +328,7 @@ def verify(
 
         with opened(run) as found:
             verification = pipeline.verify(found, pipeline.staged_again(found), console)
-        console.result(verification, _verification_text)
+        console.result(verification, render.verification_text)
         if not verification.passed:
             console.line(verification.reason)
             raise typer.Exit(1)
@@ -656,14 +357,7 @@ def export(
         wanted = tuple(a.strip() for a in archs.split(",")) if archs else ()
         console.stage(f"Exporting {source}")
         packages = pipeline.export(source, name=name, version=version, archs=wanted, license=license, out=out)
-        console.result({"packages": [p.model_dump(mode="json") for p in packages]}, _packages_text)
-
-
-def _packages_text(console: Console, document: Any) -> None:
-    for package in document["packages"]:
-        console.line(
-            f"{package['name']} v{package['version']}: {package['path']} ({', '.join(package['variants'])})"
-        )
+        console.result({"packages": [p.model_dump(mode="json") for p in packages]}, render.packages_text)
 
 
 @app.command()
@@ -685,16 +379,9 @@ def publish(
         published = hub.publish(
             package, repo_id, private=private, dry_run=dry_run, message=message, version=version
         )
-        console.result(published, _published_text)
+        console.result(published, render.published_text)
         if not dry_run and not published.loaded:
             raise typer.Exit(1)
-
-
-def _published_text(console: Console, published: Any) -> None:
-    for file in published.files:
-        console.line(file)
-    state = "loaded back" if published.loaded else "not loaded back"
-    console.line(f"{published.url} v{published.version} ({state})")
 
 
 @app.command()
@@ -711,18 +398,9 @@ def check(
 
         console.stage(f"Checking {package}")
         report = check_package(package, version=version, trust_remote_code=trust_remote_code)
-        console.result(report, _check_text)
+        console.result(report, render.check_text)
         if report.problems or not report.loaded:
             raise typer.Exit(1)
-
-
-def _check_text(console: Console, report: Any) -> None:
-    console.line(f"loaded: {'yes' if report.loaded else 'no'}, variant {report.variant}")
-    console.line(
-        f"functions: {', '.join(report.functions) or 'none'}; layers: {', '.join(report.layers) or 'none'}"
-    )
-    for problem in report.problems:
-        console.line(f"problem: {problem}")
 
 
 @app.command()
@@ -748,20 +426,7 @@ def tune(
             max_experiments=max_experiments,
             progress=console,
         )
-        console.result(document, _tune_text)
-
-
-def _tune_text(console: Console, document: Any) -> None:
-    console.table(
-        ["configuration", "status", "speed-up over the package's"],
-        [
-            [", ".join(f"{k}={v}" for k, v in c.values.items()), c.status, _ratio(c.speedup)]
-            for c in document.configs
-        ],
-    )
-    console.line(
-        f"Best on {document.device}: {_ratio(document.speedup)} over the package's own configuration"
-    )
+        console.result(document, render.tune_text)
 
 
 @app.command()
@@ -812,7 +477,7 @@ def best(run: RunOption, target: TargetOption = None, json: Json = False, debug:
         from autokernel_hf import agent_verbs
 
         document = agent_verbs.best(run, target)
-        console.result(document, lambda c, d: c.raw(d["source"]))
+        console.result(document, lambda c, d: c.raw(str(d["source"])))
 
 
 @app.command()
@@ -871,46 +536,7 @@ def gpus(json: Json = False, debug: Debug = False) -> None:
         from autokernel_hf.doctor import device_tables
 
         document = device_tables()
-        console.result(document, _gpus_text)
-
-
-def _gpus_text(console: Console, document: Any) -> None:
-    console.table(
-        ["device", "arch", "units", "memory GB"],
-        [
-            [d["name"], d["arch"], str(d["units"]), f"{d['memory_bytes'] / 1e9:.0f}"]
-            for d in document["devices"]
-        ],
-    )
-    columns = [
-        k for k in (document["known"][0] if document["known"] else {}) if k not in ("patterns", "source")
-    ]
-    console.table(columns, [[_cell(row[c]) for c in columns] for row in document["known"]])
-
-
-# --- formatting ---------------------------------------------------------------------------------------------------
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}x"
-
-
-def _interval(value: tuple[float, float] | None) -> str:
-    return "" if value is None else f"[{value[0]:.3f}, {value[1]:.3f}]"
-
-
-def _known(value: int | None) -> str:
-    return "unknown" if value is None else str(value)
+        console.result(document, render.gpus_text)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from autokernel_hf.agent import Context, Proposer
 from autokernel_hf.errors import CandidateError
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
+    Backend,
     Candidate,
     Decision,
     Evaluation,
@@ -24,6 +25,7 @@ from autokernel_hf.records import (
     Proposal,
     Target,
     TargetResult,
+    TargetStatus,
     Winner,
     WorkloadResult,
 )
@@ -250,47 +252,59 @@ class Search:
     def conclude(self, reason: str) -> tuple[TargetResult, Winner | None]:
         """Confirm the incumbent against the model's own code and enter the target's outcome."""
         attempts = self.attempts()
-        kept = [e for e in attempts if e.decision == "keep"]
         incumbent = self.incumbent()
-        common = {
-            "name": self.target.name,
-            "kernel_type": self.target.kernel_type,
-            "share": self.target.share,
-            "experiments": len(attempts),
-            "kept": len(kept),
-        }
         if incumbent is None:
-            right = [e for e in attempts if e.evaluation.status == "passed"]
-            status = "no_speedup" if right else "failed"
-            why = f"no candidate beat the model's own code ({reason})" if right else _worst(attempts)
-            result = TargetResult(**common, backend=self.target.backend, status=status, reason=why)
+            right = any(e.evaluation.status == "passed" for e in attempts)
+            result = self._outcome(
+                status="no_speedup" if right else "failed",
+                reason=f"no candidate beat the model's own code ({reason})"
+                if right
+                else _first_failure(attempts),
+            )
             self.run.append(Finished(result=result, at=time.time()))
             return result, None
         confirmation = self.judge.confirm(incumbent)
-        speedup = weighted(confirmation, "speedup_vs_eager")
         interval = weighted_interval(confirmation, "ci95_vs_eager")
-        won = confirmation.status == "passed" and interval is not None and interval[0] > 1.0
         if confirmation.status != "passed":
-            status, why = "failed", f"the winner did not pass again: {confirmation.reason}"
-        elif won:
-            status, why = "won", reason
+            outcome = self._outcome(
+                status="failed",
+                reason=f"the winner did not pass again: {confirmation.reason}",
+                backend=incumbent.backend,
+            )
+        elif interval is not None and interval[0] > 1.0:
+            outcome = self._outcome(status="won", reason=reason, backend=incumbent.backend)
         else:
-            status, why = "no_speedup", "the confirmation run did not bear the speed-up out"
-        result = TargetResult(
-            **common,
-            backend=incumbent.backend,
-            baseline_us=weighted(confirmation, "eager_us"),
-            best_us=weighted(confirmation, "latency_us"),
-            speedup=speedup,
-            speedup_ci95=interval,
-            status=status,
-            reason=why,
+            outcome = self._outcome(
+                status="no_speedup",
+                reason="the confirmation run did not bear the speed-up out",
+                backend=incumbent.backend,
+            )
+        result = outcome.model_copy(
+            update={
+                "baseline_us": weighted(confirmation, "eager_us"),
+                "best_us": weighted(confirmation, "latency_us"),
+                "speedup": weighted(confirmation, "speedup_vs_eager"),
+                "speedup_ci95": interval,
+            }
         )
-        self.run.append(
-            Finished(result=result, confirmation=confirmation, commit=kept[-1].commit, at=time.time())
-        )
+        commit = [e for e in attempts if e.decision == "keep"][-1].commit
+        self.run.append(Finished(result=result, confirmation=confirmation, commit=commit, at=time.time()))
+        won = result.status == "won"
         winner = Winner(target=self.target, candidate=incumbent, evaluation=confirmation) if won else None
         return result, winner
+
+    def _outcome(self, *, status: TargetStatus, reason: str, backend: Backend | None = None) -> TargetResult:
+        attempts = self.attempts()
+        return TargetResult(
+            name=self.target.name,
+            kernel_type=self.target.kernel_type,
+            backend=backend or self.target.backend,
+            share=self.target.share,
+            experiments=len(attempts),
+            kept=sum(e.decision == "keep" for e in attempts),
+            status=status,
+            reason=reason,
+        )
 
     def _report(self, record: Experiment) -> None:
         ratio = weighted(record.evaluation, "speedup_vs_incumbent")
@@ -313,8 +327,8 @@ def _tunables_of(source: str) -> dict[str, float | int | bool | str | None]:
         return {}
 
 
-def _worst(attempts: Sequence[Experiment]) -> str:
+def _first_failure(attempts: Sequence[Experiment]) -> str:
     if not attempts:
         return "nothing was tried"
-    last = attempts[0]
-    return f"no candidate was right: {last.evaluation.status}: {last.evaluation.reason}"
+    first = attempts[0].evaluation
+    return f"no candidate was right: {first.status}: {first.reason}"

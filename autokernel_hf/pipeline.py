@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from autokernel_hf import worker
 from autokernel_hf.agent import Context, LanguageModel, Playbook, Proposer
@@ -446,7 +447,9 @@ def _diagnose(target: Target, evaluation: Evaluation) -> tuple[tuple[str, ...], 
     return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}"
 
 
-def _status(results: Sequence[TargetResult], verification: Verification | None) -> str:
+def _status(
+    results: Sequence[TargetResult], verification: Verification | None
+) -> Literal["won", "no_speedup", "failed"]:
     if verification is not None:
         if verification.passed:
             return "won"

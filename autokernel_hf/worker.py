@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from autokernel_hf import errors
 from autokernel_hf.errors import AutokernelError, JudgeError
@@ -145,7 +146,7 @@ def _verify(request: VerifyRequest) -> Verification:
     return verify(load(request.spec), request.kernels, budget_s=request.budget_s, compile=request.compile)
 
 
-_TASKS = {
+_TASKS: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "pull": (PullRequest, _pull),
     "profile": (ProfileRequest, _profile),
     "verify": (VerifyRequest, _verify),
@@ -157,7 +158,7 @@ def _main(task: str, asked: str, answered: str) -> None:
     request_type, function = _TASKS[task]
     try:
         request = request_type.load(Path(asked))
-        answer = {"ok": json.loads(function(request).model_dump_json())}  # type: ignore[operator]
+        answer = {"ok": json.loads(function(request).model_dump_json())}
     except AutokernelError as error:
         answer = {"error": type(error).__name__, "message": error.message, "remedy": error.remedy}
     temporary = Path(answered + ".part")

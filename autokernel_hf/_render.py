@@ -1,0 +1,203 @@
+"""What the command line prints for people: one function a result.
+
+Takes records by their fields alone and imports none of them, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autokernel_hf._console import Console
+    from autokernel_hf.records import Evaluation
+
+
+def optimize_text(console: Console, record: Any) -> None:
+    console.table(
+        [
+            "target",
+            "share",
+            "experiments",
+            "kept",
+            "model's own us",
+            "kernel us",
+            "speed-up",
+            "95 %",
+            "status",
+        ],
+        [
+            [
+                t.name,
+                f"{100 * t.share:.1f} %",
+                str(t.experiments),
+                str(t.kept),
+                number(t.baseline_us),
+                number(t.best_us),
+                ratio(t.speedup),
+                interval(t.speedup_ci95),
+                t.status if t.status == "won" else f"{t.status}: {t.reason}",
+            ]
+            for t in record.targets
+        ],
+    )
+    if record.verification is not None:
+        verification_text(console, record.verification)
+    for package in record.packages:
+        console.line(f"Package {package.name}: {package.path}")
+    console.line(f"{record.status}: {record.reason}" if record.reason else record.status)
+    console.line(f"Run: {record.run_dir}")
+
+
+def verification_text(console: Console, verification: Any) -> None:
+    latency = verification.latency_ms
+    cells = [(k.replace("_", " + ", 1), v) for k, v in latency.model_dump().items() if v is not None]
+    console.table([f"{k} ms" for k, _ in cells], [[f"{v:.2f}" for _, v in cells]])
+    speedup, interval = verification.speedup, verification.speedup_ci95
+    console.line(
+        f"Whole model: {ratio(speedup.vs_eager)} against eager {interval(interval.vs_eager)}, "
+        f"{ratio(speedup.vs_compile)} against torch.compile {interval(interval.vs_compile)}"
+    )
+    if verification.error is not None:
+        error = verification.error
+        more = f", top-1 agreement {error.top1_agreement:.4f}" if error.top1_agreement is not None else ""
+        console.line(
+            f"Error: largest {error.max_abs:.3g}, {error.ratio_to_eager:.2f} times eager's own{more}; "
+            f"calls {', '.join(f'{k} {v}' for k, v in verification.kernel_calls.items())}"
+        )
+
+
+def profile_text(console: Console, found: Any) -> None:
+    console.line(f"{found.model.id} on {found.device.name}: {found.total_ms:.2f} ms a pass")
+    console.table(
+        ["site", "kernel type", "share", "calls", "ms", "floor ms", "bound", "shapes", "starter"],
+        [
+            [
+                s.name + (f" (in {s.nested_in})" if s.nested_in else ""),
+                s.kernel_type,
+                f"{100 * s.share:.1f} %",
+                str(s.calls),
+                f"{s.ms:.3f}",
+                f"{s.attainable_ms:.3f}",
+                s.bound,
+                " ".join(s.shapes[:2]),
+                "yes" if s.supported else "no",
+            ]
+            for s in found.sites
+        ],
+    )
+    console.line(f"Not covered by any kernel type: {100 * found.other_share:.1f} %")
+
+
+def extract_text(console: Console, document: Any) -> None:
+    for target in document["targets"]:
+        console.line(
+            f"{target['name']}: {100 * target['share']:.1f} % of the pass, "
+            f"at best {target['attainable_speedup']:.3f}x for the whole model"
+        )
+    if not document["targets"]:
+        console.line("No kernel type has enough to gain in this model on this device.")
+    console.line(f"Run: {document['run_dir']}")
+
+
+def bench_text(console: Console, evaluation: Evaluation) -> None:
+    console.line(f"{evaluation.status}{': ' + evaluation.reason if evaluation.reason else ''}")
+    console.line(", ".join(f"{k} {v}" for k, v in evaluation.stages.model_dump().items()))
+    console.table(
+        [
+            "shape",
+            "dtype",
+            "us",
+            "fastest peer",
+            "its us",
+            "speed-up",
+            "95 %",
+            "GB/s",
+            "TFLOP/s",
+            "% of peak",
+        ],
+        [
+            [
+                w.shape,
+                w.dtype,
+                number(w.latency_us),
+                w.baseline or "",
+                number(w.baseline_us),
+                ratio(w.speedup),
+                interval(w.ci95),
+                number(w.gb_s),
+                number(w.tflops),
+                number(w.pct_peak),
+            ]
+            for w in evaluation.workloads
+        ],
+    )
+
+
+def packages_text(console: Console, document: Any) -> None:
+    for package in document["packages"]:
+        console.line(
+            f"{package['name']} v{package['version']}: {package['path']} ({', '.join(package['variants'])})"
+        )
+
+
+def published_text(console: Console, published: Any) -> None:
+    for file in published.files:
+        console.line(file)
+    state = "loaded back" if published.loaded else "not loaded back"
+    console.line(f"{published.url} v{published.version} ({state})")
+
+
+def check_text(console: Console, report: Any) -> None:
+    console.line(f"loaded: {'yes' if report.loaded else 'no'}, variant {report.variant}")
+    console.line(
+        f"functions: {', '.join(report.functions) or 'none'}; layers: {', '.join(report.layers) or 'none'}"
+    )
+    for problem in report.problems:
+        console.line(f"problem: {problem}")
+
+
+def tune_text(console: Console, document: Any) -> None:
+    console.table(
+        ["configuration", "status", "speed-up over the package's"],
+        [
+            [", ".join(f"{k}={v}" for k, v in c.values.items()), c.status, ratio(c.speedup)]
+            for c in document.configs
+        ],
+    )
+    console.line(f"Best on {document.device}: {ratio(document.speedup)} over the package's own configuration")
+
+
+def gpus_text(console: Console, document: Any) -> None:
+    console.table(
+        ["device", "arch", "units", "memory GB"],
+        [
+            [d["name"], d["arch"], str(d["units"]), f"{d['memory_bytes'] / 1e9:.0f}"]
+            for d in document["devices"]
+        ],
+    )
+    columns = [
+        k for k in (document["known"][0] if document["known"] else {}) if k not in ("patterns", "source")
+    ]
+    console.table(columns, [[cell(row[c]) for c in columns] for row in document["known"]])
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def ratio(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}x"
+
+
+def interval(value: tuple[float, float] | None) -> str:
+    return "" if value is None else f"[{value[0]:.3f}, {value[1]:.3f}]"
+
+
+def known(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
