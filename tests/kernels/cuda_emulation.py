@@ -1,0 +1,401 @@
+"""Runs CUDA C++ candidates on the CPU through cuda_emulation.h, with every tensor between unreadable pages."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autokernel_hf.kernels
+from autokernel_hf.kernels.base import Args, KernelType, Outputs, output_specs, upcast
+from autokernel_hf.records import Workload
+
+HERE = Path(__file__).parent
+HEADER = HERE / "cuda_emulation.h"
+CONTRACT = Path(autokernel_hf.kernels.__file__).parent / "autokernel.h"
+
+# Traps, not messages: a trap inside a fiber becomes an error of the launch.
+FLAGS = (
+    *("-std=c++20", "-O1", "-g1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
+    *("-ffp-contract=off", "-fno-gnu-unique", "-Wl,-Bsymbolic", "-fsanitize=alignment,bounds,integer-divide-by-zero,shift"),
+    "-fsanitize-undefined-trap-on-error",
+)
+
+CODES = {
+    torch.uint8: 0,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+    torch.float8_e4m3fn: 24,
+}
+OK, UNSUPPORTED, NEED_CONTIGUOUS = 0, -1, -2
+PAGE = mmap.PAGESIZE
+STREAM = 0x5EAF00D  # never dereferenced; a launch on any other is an error
+
+
+class AkTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class AkContext(ctypes.Structure):
+    _fields_ = (
+        ("stream", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+        ("device", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class EmulationError(Exception):
+    """The launch did what no GPU would let pass, or what only luck would."""
+
+
+class Unsupported(Exception):
+    """The candidate returned AK_UNSUPPORTED."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Guarded:
+    """Memory between two unreadable pages, filled with 0xFF: NaN in every floating dtype.
+
+    Args:
+        size: Bytes.
+        at_end: Lies against the page behind it (up to the alignment), else against the page before it.
+        phase: The start's address modulo 16.
+    """
+
+    def __init__(self, size: int, *, at_end: bool, phase: int = 0) -> None:
+        inner = (size + 16 + PAGE - 1) // PAGE * PAGE
+        self._length = inner + 2 * PAGE
+        base = _libc.mmap(None, self._length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if base in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), "mmap")
+        self._base, self._inner = base, inner
+        self.protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        ctypes.memset(base + PAGE, 0xFF, inner)
+        last = base + PAGE + inner - size
+        self.address = last - (last - phase) % 16 if at_end else base + PAGE + phase
+        self.size = size
+
+    def protect(self, rights: int) -> None:
+        if _libc.mprotect(self._base + PAGE, self._inner, rights) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def bytes(self) -> Tensor:
+        """The memory as a uint8 tensor, not a copy."""
+        if self.size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        array = (ctypes.c_uint8 * self.size).from_address(self.address)
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+    def slack(self) -> bytes:
+        """What lies between the guard pages and is not the tensor's."""
+        before = self.address - self._base - PAGE
+        after = self._inner - before - self.size
+        return ctypes.string_at(self._base + PAGE, before) + ctypes.string_at(self.address + self.size, after)
+
+    def close(self) -> None:
+        _libc.munmap(self._base, self._length)
+
+
+@dataclass
+class _Call:
+    """What one call of the C interface holds: it must outlive the call."""
+
+    at_end: bool
+    memory: list[Guarded] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+
+    def tensor(self, tensor: Tensor, merge: bool) -> ctypes.POINTER(AkTensor):  # type: ignore[valid-type]
+        """A read-only guarded copy with the same strides and the same misalignment."""
+        size = tensor.element_size()
+        extent = (
+            0
+            if tensor.numel() == 0
+            else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        )
+        memory = Guarded(extent * size, at_end=self.at_end, phase=tensor.data_ptr() % 16)
+        if extent:
+            raw = memory.bytes().view(tensor.dtype)
+            target = torch.as_strided(raw, tensor.shape, tensor.stride())
+            index = tuple(
+                slice(0, 1) if s == 0 else slice(None)
+                for s in tensor.stride()
+            )
+            target[index].copy_(tensor[index])
+        memory.protect(mmap.PROT_READ)
+        self.memory.append(memory)
+        sizes, strides = list(tensor.shape), list(tensor.stride())
+        if merge:
+            sizes, strides = merged(sizes, strides)
+        return self.describe(memory.address, sizes, strides, tensor.dtype)
+
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype, merge: bool) -> tuple[Any, Guarded]:
+        strides = list(torch.empty(shape, device="meta").stride())
+        size = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
+        memory = Guarded(size, at_end=self.at_end)
+        self.memory.append(memory)
+        sizes = list(shape)
+        if merge:
+            sizes, strides = merged(sizes, strides)
+        return self.describe(memory.address, sizes, strides, dtype), memory
+
+    def describe(self, address: int, sizes: list[int], strides: list[int], dtype: torch.dtype) -> Any:
+        n = len(sizes)
+        c_sizes, c_strides = (ctypes.c_int64 * max(n, 1))(*sizes), (ctypes.c_int64 * max(n, 1))(*strides)
+        record = AkTensor(address, c_sizes, c_strides, n, CODES[dtype])
+        self.arrays += [c_sizes, c_strides, record]
+        return ctypes.pointer(record)
+
+    def close(self) -> None:
+        for memory in self.memory:
+            memory.close()
+
+
+def merged(sizes: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
+    """As (M, N) where strides allow to merge the leading dimensions, else as it is."""
+    if len(sizes) < 2:
+        return sizes, strides
+    rows, stride = sizes[-2], strides[-2]
+    for n, s in zip(reversed(sizes[:-2]), reversed(strides[:-2]), strict=True):
+        if n == 1:
+            continue
+        if rows == 1:
+            rows, stride = n, s
+        elif s == rows * stride:
+            rows *= n
+        else:
+            return sizes, strides
+    return [rows, sizes[-1]], [stride, strides[-1]]
+
+
+def as_cpp(source: str) -> str:
+    """A candidate in the words of a C++ compiler: launches, shared memory and PTX go to the emulation."""
+    source = re.sub(r"#include\s*<(cuda|mma)[^>]*>", "", source)
+    count = iter(range(1 << 20))
+    source = re.sub(
+        r"extern\s+__shared__\s+(?:alignas\(\d+\)\s+|__align__\(\d+\)\s+)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;",
+        r"\1 *\2 = reinterpret_cast<\1 *>(emu::dynamic_shared());",
+        source,
+    )
+
+    def shared(match: re.Match[str]) -> str:
+        align, kind, name, dims = match.groups()
+        return f"auto &{name} = emu::shared<{kind}{dims or ''}>({next(count)}, {align or 1});"
+
+    source = re.sub(
+        r"__shared__\s+(?:(?:alignas|__align__)\((\d+)\)\s+)?([\w:]+(?:<[^;>]*>)?)\s+(\w+)((?:\[[^\];]+\])*)\s*;",
+        shared,
+        source,
+    )
+    source = re.sub(r"(\w+(?:<[^;<>]*>)?)<<<([^;]*?)>>>\(", r"emu::launch(emu::Config(\2), \1, ", source)
+    source = re.sub(r"asm\s+volatile\s*\((.*?)\)\s*;", _ptx, source, flags=re.DOTALL)
+    return f'#include "{HEADER.name}"\n{source}'
+
+
+_MMA = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32")
+_LDMATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
+
+
+def _ptx(match: re.Match[str]) -> str:
+    text = match[1]
+    code = "".join(re.findall(r'"([^"]*)"', text.split(":")[0] if "::" not in text else text.split(":")[0]))
+    operands = re.findall(r'"[+=]?[frl]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
+    if mma := _MMA.match(code):
+        order = re.findall(r"%(\d+)", code)
+        assert len(operands) == 10 and order[:10] == [str(i) for i in range(10)], text
+        kind = {"f16": "__half", "bf16": "__nv_bfloat16"}[mma[1]]
+        return f"emu::mma<{kind}>({', '.join(operands)});"
+    if load := _LDMATRIX.match(code):
+        n = int(load[1])
+        assert len(operands) == n + 1 and re.findall(r"%(\d+)", code) == [str(i) for i in range(n + 1)], text
+        out = "; ".join(f"{operand} = emu_r[{i}]" for i, operand in enumerate(operands[:-1]))
+        transposed = "true" if load[2] else "false"
+        return (
+            f"{{ uint32_t emu_r[{n}]; emu::ldmatrix<{n}, {transposed}>(emu_r, {operands[-1]}); {out}; }}"
+        )
+    raise ValueError(f"PTX that the emulation does not know: {code}")
+
+
+class Emulated:
+    """A CUDA C++ candidate as a Python function.
+
+    Args:
+        folder: Where the library is built, or found if built before.
+    """
+
+    def __init__(self, kernel_type: KernelType, source: str, folder: Path) -> None:
+        self.kernel_type = kernel_type
+        text = as_cpp(source)
+        digest = hashlib.sha256(
+            "\0".join([text, HEADER.read_text(), CONTRACT.read_text(), *FLAGS]).encode()
+        ).hexdigest()[:16]
+        path = folder / f"{kernel_type.name}-{digest}.so"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            cpp = path.with_suffix(".cpp")
+            cpp.write_text(text, encoding="utf-8")
+            partial = path.with_suffix(f".{os.getpid()}")
+            command = ["g++", *FLAGS, f"-I{HERE}", f"-I{CONTRACT.parent}", str(cpp), "-o", str(partial)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode != 0:
+                raise EmulationError(result.stderr[-6000:])
+            partial.replace(path)
+        self.library = ctypes.CDLL(str(path))
+        self.calls_contiguous = 0
+
+    def __call__(
+        self, args: Mapping[str, Any], *, schedule: int = 0, at_end: bool = True, merge: bool = True
+    ) -> tuple[Tensor, ...]:
+        """One call through the C contract, as the generated binding makes it.
+
+        Args:
+            args: All schema arguments.
+            schedule: The order in which the threads of a block run: 0 forward, 1 backward, 2 shuffled.
+            at_end: Tensors lie against the unreadable page behind them, else against the one before them.
+            merge: Whether leading dimensions are merged for the types that ask for it.
+
+        Raises:
+            EmulationError: An access out of bounds or misaligned, a deadlock, a launch that a device refuses.
+            Unsupported: The candidate refuses.
+        """
+        outputs, code = self._call(args, schedule, at_end, merge)
+        if code == NEED_CONTIGUOUS:
+            self.calls_contiguous += 1
+            packed = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in args.items()}
+            changed = [k for k, v in args.items() if isinstance(v, Tensor) and not v.is_contiguous()]
+            if not changed:
+                raise EmulationError("asks for contiguous tensors, and all of them are")
+            outputs, code = self._call(packed, schedule, at_end, merge)
+        if code == UNSUPPORTED:
+            raise Unsupported(self.kernel_type.name)
+        if code != OK:
+            text = (ctypes.c_char * 512).in_dll(self.library, "emu_message").value.decode()
+            raise EmulationError(f"code {code}: {text}")
+        return outputs
+
+    def _call(
+        self, args: Mapping[str, Any], schedule: int, at_end: bool, merge: bool
+    ) -> tuple[tuple[Tensor, ...], int]:
+        kind = self.kernel_type
+        merge = merge and kind.merges_rows
+        specs = output_specs(kind.outputs, args)
+        if all(0 in shape for shape, _ in specs):
+            return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in specs), OK
+        call = _Call(at_end)
+        first = next(v for v in args.values() if isinstance(v, Tensor))
+        c_args: list[Any] = []
+        for arg in kind.schema.args:
+            value = args[arg.name]
+            if arg.is_tensor:
+                c_args.append(None if value is None else call.tensor(value, merge and value.dim() == first.dim() >= 2))
+            elif arg.type.startswith("float"):
+                if value is None:
+                    value = default_scale(args)
+                c_args.append(ctypes.c_double(value))
+            elif arg.type == "int":
+                if arg.name == "dim":
+                    value = value % max(first.dim(), 1)
+                c_args.append(ctypes.c_int64(value))
+            else:
+                c_args.append(ctypes.c_int32(kind.codes[arg.name][value] if arg.type == "str" else int(value)))
+        made = [call.output(shape, dtype, merge) for shape, dtype in specs]
+        scratch = Guarded(0, at_end=at_end)
+        workspace = getattr(self.library, f"{kind.name}_workspace", None)
+        if workspace is not None:
+            workspace.restype = ctypes.c_int64
+            scratch = Guarded(workspace(*c_args), at_end=at_end)
+        call.memory.append(scratch)
+        context = AkContext(STREAM, scratch.address, scratch.size, 0, 1)
+        self.library.emu_prepare(ctypes.c_int(schedule), ctypes.c_void_p(STREAM))
+        launcher = getattr(self.library, kind.name)
+        code = launcher(*c_args, *(pointer for pointer, _ in made), ctypes.byref(context))
+        outputs = tuple(
+            memory.bytes().view(dtype).reshape(shape).clone()
+            for (shape, dtype), (_, memory) in zip(specs, made, strict=True)
+        )
+        if code == OK:
+            for memory in (*(memory for _, memory in made), scratch):
+                if memory.slack().strip(b"\xff"):
+                    raise EmulationError("wrote outside an output or the workspace")
+        call.close()
+        return outputs, code
+
+
+def default_scale(args: Mapping[str, Any]) -> float:
+    return float(args["q"].shape[-1]) ** -0.5
+
+
+def misfit(
+    kernel_type: KernelType, workload: Workload, args: Args, outputs: tuple[Tensor, ...], reference: Outputs | None = None
+) -> str:
+    """Where outputs break the type's tolerance against the float64 oracle; empty where they keep it.
+
+    An element passes by the rule of `kernels.base.Tolerance`. Infinities and NaN stand exactly where the oracle,
+    rounded to the output's dtype, has them.
+
+    Args:
+        reference: What the plain torch expression gives, if it is known already.
+    """
+    oracle = kernel_type.oracle(**upcast(args))
+    reference = kernel_type.reference(**args) if reference is None else reference
+    rule = kernel_type.tolerance
+    for i, (out, exact, plain) in enumerate(zip(outputs, oracle, reference, strict=True)):
+        if out.shape != exact.shape:
+            return f"output {i} has shape {tuple(out.shape)}, not {tuple(exact.shape)}"
+        if out.numel() == 0:
+            continue
+        exact = exact.double()
+        expected, got, wide = exact.to(out.dtype).double(), out.double(), plain.double()
+        finite = expected.isfinite()
+        same = (got.isnan() & expected.isnan()) | (got == expected)
+        if not bool(same[~finite].all()):
+            at = tuple(int(n) for n in ((~finite) & ~same).nonzero()[0])
+            return f"output {i} at {at}: {got[at].item()}, not {expected[at].item()}"
+        if not bool(got[finite].isfinite().all()):
+            at = tuple(int(n) for n in (finite & ~got.isfinite()).nonzero()[0])
+            return f"output {i} at {at}: {got[at].item()}, not {exact[at].item()}"
+        if not bool(finite.any()):
+            continue
+        own = (wide - exact).abs()[finite & wide.isfinite()]
+        error_of_torch = own.max().item() if own.numel() else 0.0
+        size = exact[finite].square().mean().sqrt()
+        unit = torch.finfo(out.dtype).eps
+        growth = rule.growth(workload)
+        allowed = rule.k * error_of_torch + rule.ulps * growth * unit * torch.maximum(exact.abs(), size)
+        excess = torch.where(finite, (got - exact).abs() - allowed, -1.0)
+        if bool((excess > 0).any()):
+            at = tuple(int(n) for n in (excess == excess.max()).nonzero()[0])
+            return (
+                f"output {i} at {at}: {got[at].item():.9g}, not {exact[at].item():.9g}: off by "
+                f"{(got - exact)[at].abs().item():.3g}, allowed {allowed[at].item():.3g} (torch's own error is "
+                f"{error_of_torch:.3g}); {int((excess > 0).sum())} of {out.numel()} elements are"
+            )
+    return ""
