@@ -454,6 +454,7 @@ class CheckReport(Record):
     functions: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was not checked, and why
 
 
 class Published(Record):
