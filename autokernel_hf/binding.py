@@ -18,6 +18,10 @@ HEADER = _KERNELS / "autokernel.h"
 RUNTIME = _KERNELS / "binding.h"
 CPU_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 
+# The operator comes twice: under the type's name with an autograd formula, which torch runs through Python (several
+# microseconds a call), and with this suffix without one, for calls that need no gradient.
+NO_GRAD = "_no_grad"
+
 DTYPE_CODES = {
     "uint8": "AK_U8",
     "int32": "AK_I32",
@@ -149,7 +153,7 @@ def launcher_prototype(kernel_type: KernelType) -> str:
     return f'extern "C" int {kernel_type.name}({parameters})'
 
 
-def code_schema(kernel_type: KernelType) -> str:
+def code_schema(kernel_type: KernelType, suffix: str = "") -> str:
     """The schema of the compiled operator: as the type's, with strings as integer codes."""
     parts = []
     for arg in kernel_type.schema.args:
@@ -159,7 +163,7 @@ def code_schema(kernel_type: KernelType) -> str:
     returned = ", ".join(["Tensor"] * kernel_type.schema.returns)
     if kernel_type.schema.returns > 1:
         returned = f"({returned})"
-    return f"{kernel_type.name}({', '.join(parts)}) -> {returned}"
+    return f"{kernel_type.name}{suffix}({', '.join(parts)}) -> {returned}"
 
 
 def binding_source(kernel_type: KernelType, backend: Backend, levels: tuple[str, ...] = ()) -> str:
@@ -198,6 +202,8 @@ def binding_source(kernel_type: KernelType, backend: Backend, levels: tuple[str,
         "",
         f'constexpr char kOp[] = "{name}";',
         f'constexpr char kSchema[] = "{code_schema(kernel_type)}";',
+        f'constexpr char kNoGradOp[] = "{name}{NO_GRAD}";',
+        f'constexpr char kNoGradSchema[] = "{code_schema(kernel_type, NO_GRAD)}";',
         "",
         "struct Kernel {",
         f"  int (*launch)({parameters}, {out_parameters}, const AkContext *ctx);",
@@ -260,8 +266,10 @@ def binding_source(kernel_type: KernelType, backend: Backend, levels: tuple[str,
         "  TorchLibraryHandle library;  // torch keeps both for good: an operator is never taken back",
         "  if (aoti_torch_library_init_def(name_space, __FILE__, __LINE__, &library)) return 1;",
         "  if (aoti_torch_library_def(library, kSchema)) return 1;",
+        "  if (aoti_torch_library_def(library, kNoGradSchema)) return 1;",
         f'  if (aoti_torch_library_init_impl(name_space, "{key}", __FILE__, __LINE__, &library)) return 1;',
-        "  return torch_library_impl(library, kOp, &boxed, ak::kTorchTarget);",
+        "  if (torch_library_impl(library, kOp, &boxed, ak::kTorchTarget)) return 1;",
+        "  return torch_library_impl(library, kNoGradOp, &boxed, ak::kTorchTarget);",
         "}",
     ]
     return "\n".join(lines) + "\n"
