@@ -1,0 +1,318 @@
+// kernel_type: cross_entropy
+//
+// loss = log(sum(exp(x - max))) - (x[target] - max), per row, with label smoothing towards the mean of all columns. The
+// rows' losses are summed in double and in order, whatever the number of threads.
+#include "autokernel.h"
+
+#include <math.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+constexpr bool kOnline = false;   // tune(algorithm): false, true
+constexpr int kUnroll = 4;        // tune(compute): 1, 2, 4, 8
+constexpr int64_t kBlock = 4096;  // tune(block): 1024, 4096, 16384, 65536
+constexpr int64_t kSerial = 8192; // tune(launch): 2048, 8192, 32768
+#define SCHEDULE static           // tune(launch): static, dynamic
+
+namespace {  // all names stay in this file: it is compiled once per CPU level, and the copies must not mix
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+
+inline F splat(float value) { return value - F{}; }
+
+inline F load(const float *p) {
+  F v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// bfloat16
+inline F load(const uint16_t *p) {
+  H h;
+  memcpy(&h, p, sizeof h);
+  return (F)(__builtin_convertvector(h, U) << 16);
+}
+
+inline F load(const _Float16 *p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  H h;
+  memcpy(&h, p, sizeof h);
+  const U bits = __builtin_convertvector(h, U), magnitude = bits & 0x7fff;
+  const F scaled = (F)(magnitude << 13) * 0x1p112f;  // moves the exponent's bias, denormals included
+  const U special = (U)(magnitude >= 0x7c00) & 0x7f800000;
+  return (F)((U)scaled | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline void store(float *p, F v) { memcpy(p, &v, sizeof v); }
+
+inline H bfloat16(F v) {
+  const U bits = (U)v, nearest = bits + 0x7fff + ((bits >> 16) & 1);
+  return __builtin_convertvector((v != v ? bits | 0x400000 : nearest) >> 16, H);
+}
+
+inline void store(uint16_t *p, F v) {
+  const H h = bfloat16(v);
+  memcpy(p, &h, sizeof h);
+}
+
+inline void store(_Float16 *p, F v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const U bits = (U)v, magnitude = bits & 0x7fffffff;
+  const U normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+  const U denormal = (U)((F)magnitude + 0.5f) - 0x3f000000;  // the addition rounds to multiples of 2^-24
+  const U finite = magnitude < 0x38800000 ? denormal : normal;
+  const U special = magnitude > 0x7f800000 ? U{} + 0x7e00 : U{} + 0x7c00;
+  const U half = (magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000);
+  const H h = __builtin_convertvector(half, H);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first n < W elements; the other lanes are 0.
+template <typename T>
+inline F load_part(const T *p, int64_t n) {
+  T part[W] = {};
+  memcpy(part, p, n * sizeof(T));
+  return load(part);
+}
+
+template <typename T>
+inline void store_part(T *p, F v, int64_t n) {
+  T part[W];
+  store(part, v);
+  memcpy(p, part, n * sizeof(T));
+}
+
+// e^t to about one unit in the last place; inf, 0, denormals and NaN as in IEEE arithmetic.
+inline F exponential(F t) {
+  const float kMagic = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
+  t = t > 130.0f ? splat(130.0f) : t;
+  t = t < -150.0f ? splat(-150.0f) : t;
+  const F shifted = t * 0x1.715476p0f + kMagic, n = shifted - kMagic;
+  F f = t - n * 0x1.62e4p-1f;  // ln 2 in two parts; the first product is exact
+  f = f - n * 1.42860677e-6f;
+  F p = 1.381446700e-3f * f + 8.368780479e-3f;  // minimax on |f| <= ln(2)/2, relative error 3e-9
+  p = p * f + 4.166839450e-2f;
+  p = p * f + 1.666651964e-1f;
+  p = p * f + 4.999999404e-1f;
+  p = p * f * f + f + 1.0f;
+#if defined(__AVX512F__)
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const I k = (I)shifted - 0x4b400000, half = k >> 1;
+  return p * (F)((half + 127) << 23) * (F)((k - half + 127) << 23);
+#endif
+}
+
+// The first n lanes of v; the others take the value `rest`.
+inline F keep(F v, int64_t n, float rest) {
+  I lane;
+  for (int i = 0; i < W; ++i) lane[i] = i;
+  return lane < (int32_t)n ? v : splat(rest);
+}
+
+inline float sum(F v) {
+  float lane[W];
+  memcpy(lane, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+
+// Half a vector of float, and the same as double.
+typedef float HalfF __attribute__((vector_size(2 * W)));
+typedef double D __attribute__((vector_size(4 * W)));
+
+inline D low(F v) {
+  HalfF half;
+  memcpy(&half, &v, sizeof half);
+  return __builtin_convertvector(half, D);
+}
+
+inline D high(F v) {
+  HalfF half;
+  memcpy(&half, (const char *)&v + sizeof half, sizeof half);
+  return __builtin_convertvector(half, D);
+}
+
+inline double sum(D v) {
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += v[i];
+  return total;
+}
+
+inline F larger(F a, F b) { return a > b ? a : b; }
+
+inline float largest(F v) {
+  float lane[W];
+  memcpy(lane, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  }
+  return lane[0];
+}
+
+const float kLowest = -3.402823466e38f;  // finite, so that lowest - lowest is 0
+
+struct Row {
+  float largest;
+  double exponentials, deviations;  // sums of exp(x - largest), and of x - largest where asked for
+};
+
+// Double: the terms of a confident row are far below 1, which the largest element alone gives.
+double sum_exactly(const F *totals) {
+  D total = {};
+  for (int u = 0; u < kUnroll; ++u) total += low(totals[u]) + high(totals[u]);
+  return sum(total);
+}
+
+// One pass: every lane keeps its largest so far and rescales its sum when a larger one comes.
+template <typename T>
+Row measure_online(const T *x, int64_t n) {
+  F top = splat(kLowest), totals[kUnroll] = {};
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    F v[kUnroll], next = top;
+    for (int u = 0; u < kUnroll; ++u) {
+      v[u] = load(x + i + u * W);
+      next = larger(v[u], next);
+    }
+    const F rescale = exponential(top - next);
+    for (int u = 0; u < kUnroll; ++u) totals[u] = totals[u] * rescale + exponential(v[u] - next);
+    top = next;
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    const F v = keep(load_part(x + i, m), m, -__builtin_inff()), next = larger(v, top);
+    const F rescale = exponential(top - next);
+    for (int u = 0; u < kUnroll; ++u) totals[u] *= rescale;
+    totals[0] += exponential(v - next);
+    top = next;
+  }
+  const float most = largest(top);
+  const F rescale = exponential(top - most);
+  for (int u = 0; u < kUnroll; ++u) totals[u] *= rescale;
+  return {most, sum_exactly(totals), 0.0};
+}
+
+template <bool kSmooth, typename T>
+Row measure(const T *x, int64_t n) {
+  F tops[kUnroll];
+  for (int u = 0; u < kUnroll; ++u) tops[u] = splat(kLowest);
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) tops[u] = larger(load(x + i + u * W), tops[u]);
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    tops[0] = larger(keep(load_part(x + i, m), m, kLowest), tops[0]);
+  }
+  for (int u = 1; u < kUnroll; ++u) tops[0] = larger(tops[u], tops[0]);
+  const float most = largest(tops[0]);
+
+  F totals[kUnroll] = {}, deviations[kUnroll] = {};
+  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) {
+      const F d = load(x + i + u * W) - most;
+      totals[u] += exponential(d);
+      if (kSmooth) deviations[u] += d;
+    }
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    const F d = load_part(x + i, m) - most;
+    totals[0] += keep(exponential(d), m, 0.0f);
+    if (kSmooth) deviations[0] += keep(d, m, 0.0f);
+  }
+  return {most, sum_exactly(totals), kSmooth ? sum_exactly(deviations) : 0.0};
+}
+
+template <typename T>
+double row_loss(const T *x, int64_t n, int64_t target, double smoothing) {
+  Row row;
+  if (smoothing != 0.0) row = measure<true>(x, n);
+  else if (kOnline) row = measure_online(x, n);
+  else row = measure<false>(x, n);
+  const double normalizer = log(row.exponentials);
+  const double loss = normalizer - ((double)load_part(x + target, 1)[0] - (double)row.largest);
+  if (smoothing == 0.0) return loss;
+  return (1.0 - smoothing) * loss + smoothing * (normalizer - row.deviations / (double)n);
+}
+
+enum Reduction { kNone, kMean, kSum };
+
+template <typename T>
+int run(const AkTensor &logits, const AkTensor &target, int64_t ignore, double smoothing, int32_t reduction,
+        const AkTensor &out, const AkContext &ctx) {
+  const int64_t rows = logits.sizes[0], n = logits.sizes[1], group = n < kBlock ? kBlock / (n + 1) : 1;
+  const int64_t *wanted = (const int64_t *)target.data;
+  double *losses = (double *)ctx.workspace;
+  float *y = (float *)out.data;
+  bool valid = true;
+#pragma omp parallel for num_threads(rows * n <= kSerial ? 1 : ctx.num_threads) schedule(SCHEDULE) reduction(&& : valid)
+  for (int64_t first = 0; first < rows; first += group) {
+    for (int64_t row = first; row < first + group && row < rows; ++row) {
+      const int64_t column = wanted[row * target.strides[0]];
+      double loss = 0.0;
+      if (column != ignore) {
+        const bool inside = column >= 0 && column < n;
+        valid = valid && inside;
+        if (inside) loss = row_loss((const T *)logits.data + row * logits.strides[0], n, column, smoothing);
+      }
+      if (reduction == kNone) y[row] = (float)loss;
+      else losses[row] = loss;
+    }
+  }
+  if (!valid) return AK_UNSUPPORTED;  // torch raises too
+  if (reduction == kNone) return AK_OK;
+  double total = 0.0;
+  int64_t counted = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    total += losses[row];
+    counted += wanted[row * target.strides[0]] != ignore;
+  }
+  y[0] = (float)(reduction == kMean ? total / (double)counted : total);
+  return AK_OK;
+}
+
+}  // namespace
+
+extern "C" int64_t cross_entropy_workspace(const AkTensor *logits, const AkTensor *, int64_t, double,
+                                           int32_t reduction) {
+  return reduction == kNone ? 0 : logits->sizes[0] * (int64_t)sizeof(double);
+}
+
+extern "C" int cross_entropy(const AkTensor *logits, const AkTensor *target, int64_t ignore_index,
+                             double label_smoothing, int32_t reduction, const AkTensor *out, const AkContext *ctx) {
+  if (target->dtype != AK_I64 || reduction < kNone || reduction > kSum) return AK_UNSUPPORTED;
+  if (logits->sizes[1] > 1 && logits->strides[1] != 1) return AK_NEED_CONTIGUOUS;
+  switch (logits->dtype) {
+    case AK_F32: return run<float>(*logits, *target, ignore_index, label_smoothing, reduction, *out, *ctx);
+    case AK_F16: return run<_Float16>(*logits, *target, ignore_index, label_smoothing, reduction, *out, *ctx);
+    case AK_BF16: return run<uint16_t>(*logits, *target, ignore_index, label_smoothing, reduction, *out, *ctx);
+  }
+  return AK_UNSUPPORTED;
+}

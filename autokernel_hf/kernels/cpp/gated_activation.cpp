@@ -1,0 +1,289 @@
+// kernel_type: gated_activation
+//
+// y = act(gate) * up, element by element, in one pass over memory: float32 inside, the transcendental functions from
+// one vectorised exponential.
+#include "autokernel.h"
+
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+constexpr int kUnroll = 2;          // tune(compute): 1, 2, 4
+constexpr int64_t kChunk = 16384;   // tune(block): 2048, 4096, 8192, 16384, 32768, 65536
+constexpr int64_t kSerial = 16384;  // tune(launch): 4096, 16384, 65536
+constexpr bool kStream = false;     // tune(memory): false, true
+constexpr int64_t kPrefetch = 0;    // tune(memory): 0, 256, 1024
+#define SCHEDULE static             // tune(launch): static, dynamic
+
+namespace {  // all names stay in this file: it is compiled once per CPU level, and the copies must not mix
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+
+inline F splat(float value) { return value - F{}; }
+
+inline F load(const float *p) {
+  F v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// bfloat16
+inline F load(const uint16_t *p) {
+  H h;
+  memcpy(&h, p, sizeof h);
+  return (F)(__builtin_convertvector(h, U) << 16);
+}
+
+inline F load(const _Float16 *p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  H h;
+  memcpy(&h, p, sizeof h);
+  const U bits = __builtin_convertvector(h, U), magnitude = bits & 0x7fff;
+  const F scaled = (F)(magnitude << 13) * 0x1p112f;  // moves the exponent's bias, denormals included
+  const U special = (U)(magnitude >= 0x7c00) & 0x7f800000;
+  return (F)((U)scaled | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline void store(float *p, F v) { memcpy(p, &v, sizeof v); }
+
+inline H bfloat16(F v) {
+  const U bits = (U)v, nearest = bits + 0x7fff + ((bits >> 16) & 1);
+  return __builtin_convertvector((v != v ? bits | 0x400000 : nearest) >> 16, H);
+}
+
+inline void store(uint16_t *p, F v) {
+  const H h = bfloat16(v);
+  memcpy(p, &h, sizeof h);
+}
+
+inline void store(_Float16 *p, F v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const U bits = (U)v, magnitude = bits & 0x7fffffff;
+  const U normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+  const U denormal = (U)((F)magnitude + 0.5f) - 0x3f000000;  // the addition rounds to multiples of 2^-24
+  const U finite = magnitude < 0x38800000 ? denormal : normal;
+  const U special = magnitude > 0x7f800000 ? U{} + 0x7e00 : U{} + 0x7c00;
+  const U half = (magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000);
+  const H h = __builtin_convertvector(half, H);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first n < W elements; the other lanes are 0.
+template <typename T>
+inline F load_part(const T *p, int64_t n) {
+  T part[W] = {};
+  memcpy(part, p, n * sizeof(T));
+  return load(part);
+}
+
+template <typename T>
+inline void store_part(T *p, F v, int64_t n) {
+  T part[W];
+  store(part, v);
+  memcpy(p, part, n * sizeof(T));
+}
+
+// Past the caches; p must be a multiple of the vector's size.
+template <typename T>
+inline void store_stream(T *p, F v) {
+  alignas(64) T whole[W];
+  store(whole, v);
+#if defined(__AVX512F__)
+  if constexpr (sizeof whole == 64) return _mm512_stream_si512((__m512i *)p, _mm512_load_si512(whole));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof whole == 32) return _mm256_stream_si256((__m256i *)p, _mm256_load_si256((__m256i *)whole));
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof whole == 16) return _mm_stream_si128((__m128i *)p, _mm_load_si128((__m128i *)whole));
+#endif
+  memcpy(p, whole, sizeof whole);
+}
+
+inline void finish_streams() {
+#if defined(__SSE2__)
+  if (kStream) _mm_sfence();
+#endif
+}
+
+// e^t to about one unit in the last place; inf, 0, denormals and NaN as in IEEE arithmetic.
+inline F exponential(F t) {
+  const float kMagic = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
+  t = t > 130.0f ? splat(130.0f) : t;
+  t = t < -150.0f ? splat(-150.0f) : t;
+  const F shifted = t * 0x1.715476p0f + kMagic, n = shifted - kMagic;
+  F f = t - n * 0x1.62e4p-1f;  // ln 2 in two parts; the first product is exact
+  f = f - n * 1.42860677e-6f;
+  F p = 1.381446700e-3f * f + 8.368780479e-3f;  // minimax on |f| <= ln(2)/2, relative error 3e-9
+  p = p * f + 4.166839450e-2f;
+  p = p * f + 1.666651964e-1f;
+  p = p * f + 4.999999404e-1f;
+  p = p * f * f + f + 1.0f;
+#if defined(__AVX512F__)
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const I k = (I)shifted - 0x4b400000, half = k >> 1;
+  return p * (F)((half + 127) << 23) * (F)((k - half + 127) << 23);
+#endif
+}
+
+enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2 };
+
+// What rounding took from the product ab of a and b; 0 where the machine has no fused multiply-add.
+inline F product_error(F a, F b, F ab) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)ab);
+#elif defined(__FMA__)
+  return (F)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)ab);
+#else
+  return F{};
+#endif
+}
+
+// x times the normal distribution function. Its tail is exp(-a^2/2) h(a) with a = |x| and h(a) = erfcx(a/sqrt(2))/2,
+// fitted in s = 1/(1 + 0.35a) to a relative error of 3e-8: the left side keeps its relative precision too.
+inline F gelu(F x) {
+  F a = (F)((I)x & 0x7fffffff);
+  a = a > 15.0f ? splat(15.0f) : a;
+  const F s = 1.0f / (0.35f * a + 1.0f), half = 0.5f * a, square = half * a;
+  F h = -2.915789746e-2f * s + 1.440309733e-1f;
+  h = h * s - 2.558390796e-1f;
+  h = h * s + 1.593197584e-1f;
+  h = h * s - 2.321236953e-2f;
+  h = h * s + 1.055525094e-1f;
+  h = h * s + 1.198212877e-1f;
+  h = h * s + 1.398635209e-1f;
+  h = h * s + 1.396213025e-1f;
+  const F tail = exponential(-square) * (1.0f - product_error(half, a, square)) * (h * s);
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// x sigmoid(-t)
+inline F gated(F x, F t) { return x / (1.0f + exponential(t)); }
+
+template <int kKind>
+inline F activate(F x) {
+  if constexpr (kKind == kGelu) return gelu(x);
+  // 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+  if constexpr (kKind == kGeluTanh) return gated(x, x * (x * x * -0.0713548163f - 1.59576912f));
+  if constexpr (kKind == kQuickGelu) return gated(x, x * -1.702f);
+  if constexpr (kKind == kSilu) return gated(x, -x);
+  const F positive = x < 0.0f ? F{} : x;
+  if constexpr (kKind == kRelu) return positive;
+  if constexpr (kKind == kRelu2) return positive * positive;
+  return x;
+}
+
+template <int kKind, bool kPast, typename T>
+void span(const T *__restrict gate, const T *__restrict up, T *__restrict y, int64_t n) {
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    if constexpr (kPrefetch > 0) {
+      for (int b = 0; b < kUnroll * W; b += 64 / (int)sizeof(T)) {
+        __builtin_prefetch(gate + i + kPrefetch + b);
+        __builtin_prefetch(up + i + kPrefetch + b);
+      }
+    }
+    F v[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) v[u] = activate<kKind>(load(gate + i + u * W)) * load(up + i + u * W);
+    for (int u = 0; u < kUnroll; ++u) kPast ? store_stream(y + i + u * W, v[u]) : store(y + i + u * W, v[u]);
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    store_part(y + i, activate<kKind>(load_part(gate + i, m)) * load_part(up + i, m), m);
+  }
+}
+
+bool is_contiguous(const AkTensor &t) {
+  int64_t expected = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    if (t.sizes[d] != 1 && t.strides[d] != expected) return false;
+    expected *= t.sizes[d];
+  }
+  return true;
+}
+
+// Where row `row` starts; the rows are all dimensions but the last, in order.
+int64_t row_offset(const AkTensor &t, int64_t row) {
+  int64_t offset = 0;
+  for (int d = t.ndim - 2; d > 0; --d) {
+    offset += row % t.sizes[d] * t.strides[d];
+    row /= t.sizes[d];
+  }
+  return t.ndim > 1 ? offset + row * t.strides[0] : 0;
+}
+
+template <int kKind, typename T>
+int run(const AkTensor &gate, const AkTensor &up, const AkTensor &out, int threads) {
+  int64_t total = 1;
+  for (int d = 0; d < out.ndim; ++d) total *= out.sizes[d];
+  // Contiguous tensors are cut into equal chunks, others into groups of rows.
+  const bool flat = is_contiguous(gate) && is_contiguous(up);
+  const int64_t length = flat ? (total < kChunk ? total : kChunk) : out.sizes[out.ndim - 1];
+  const int last = out.ndim - 1;
+  if (!flat && (gate.strides[last] != 1 || up.strides[last] != 1 || length < W)) return AK_NEED_CONTIGUOUS;
+  const int64_t rows = (total + length - 1) / length, group = length < kChunk ? kChunk / length : 1;
+  const T *g = (const T *)gate.data, *u = (const T *)up.data;
+  T *y = (T *)out.data;
+#pragma omp parallel for num_threads(total <= kSerial ? 1 : threads) schedule(SCHEDULE)
+  for (int64_t first = 0; first < rows; first += group) {
+    for (int64_t row = first; row < first + group && row < rows; ++row) {
+      const int64_t start = row * length, n = total - start < length ? total - start : length;
+      const T *a = g + (flat ? start : row_offset(gate, row)), *b = u + (flat ? start : row_offset(up, row));
+      const bool past = kStream && (uintptr_t)(y + start) % (W * sizeof(T)) == 0;
+      past ? span<kKind, kStream>(a, b, y + start, n) : span<kKind, false>(a, b, y + start, n);
+    }
+    finish_streams();
+  }
+  return AK_OK;
+}
+
+template <typename T>
+int dispatch(const AkTensor &gate, const AkTensor &up, int32_t kind, const AkTensor &out, int threads) {
+  switch (kind) {
+    case kNone: return run<kNone, T>(gate, up, out, threads);
+    case kGelu: return run<kGelu, T>(gate, up, out, threads);
+    case kGeluTanh:
+    case kGeluNew: return run<kGeluTanh, T>(gate, up, out, threads);
+    case kQuickGelu: return run<kQuickGelu, T>(gate, up, out, threads);
+    case kSilu: return run<kSilu, T>(gate, up, out, threads);
+    case kRelu: return run<kRelu, T>(gate, up, out, threads);
+    case kRelu2: return run<kRelu2, T>(gate, up, out, threads);
+  }
+  return AK_UNSUPPORTED;
+}
+
+}  // namespace
+
+extern "C" int gated_activation(const AkTensor *gate, const AkTensor *up, int32_t kind, const AkTensor *out,
+                                const AkContext *ctx) {
+  if (up->dtype != gate->dtype) return AK_UNSUPPORTED;
+  switch (gate->dtype) {
+    case AK_F32: return dispatch<float>(*gate, *up, kind, *out, ctx->num_threads);
+    case AK_F16: return dispatch<_Float16>(*gate, *up, kind, *out, ctx->num_threads);
+    case AK_BF16: return dispatch<uint16_t>(*gate, *up, kind, *out, ctx->num_threads);
+  }
+  return AK_UNSUPPORTED;
+}

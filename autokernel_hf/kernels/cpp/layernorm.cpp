@@ -1,0 +1,312 @@
+// kernel_type: layernorm
+//
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension. A row is read from memory once: the
+// later passes over it find it in the first cache.
+#include "autokernel.h"
+
+#include <math.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+constexpr int kPasses = 2;          // tune(algorithm): 1, 2
+constexpr int kUnroll = 4;          // tune(compute): 1, 2, 4, 8
+constexpr int64_t kBlock = 16384;   // tune(block): 1024, 4096, 16384, 65536
+constexpr int64_t kSerial = 16384;  // tune(launch): 4096, 16384, 65536
+constexpr bool kStream = false;     // tune(memory): false, true
+#define SCHEDULE static             // tune(launch): static, dynamic
+
+namespace {  // all names stay in this file: it is compiled once per CPU level, and the copies must not mix
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+
+inline F splat(float value) { return value - F{}; }
+
+inline F load(const float *p) {
+  F v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// bfloat16
+inline F load(const uint16_t *p) {
+  H h;
+  memcpy(&h, p, sizeof h);
+  return (F)(__builtin_convertvector(h, U) << 16);
+}
+
+inline F load(const _Float16 *p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  H h;
+  memcpy(&h, p, sizeof h);
+  const U bits = __builtin_convertvector(h, U), magnitude = bits & 0x7fff;
+  const F scaled = (F)(magnitude << 13) * 0x1p112f;  // moves the exponent's bias, denormals included
+  const U special = (U)(magnitude >= 0x7c00) & 0x7f800000;
+  return (F)((U)scaled | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline void store(float *p, F v) { memcpy(p, &v, sizeof v); }
+
+inline H bfloat16(F v) {
+  const U bits = (U)v, nearest = bits + 0x7fff + ((bits >> 16) & 1);
+  return __builtin_convertvector((v != v ? bits | 0x400000 : nearest) >> 16, H);
+}
+
+inline void store(uint16_t *p, F v) {
+  const H h = bfloat16(v);
+  memcpy(p, &h, sizeof h);
+}
+
+inline void store(_Float16 *p, F v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const U bits = (U)v, magnitude = bits & 0x7fffffff;
+  const U normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+  const U denormal = (U)((F)magnitude + 0.5f) - 0x3f000000;  // the addition rounds to multiples of 2^-24
+  const U finite = magnitude < 0x38800000 ? denormal : normal;
+  const U special = magnitude > 0x7f800000 ? U{} + 0x7e00 : U{} + 0x7c00;
+  const U half = (magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000);
+  const H h = __builtin_convertvector(half, H);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first n < W elements; the other lanes are 0.
+template <typename T>
+inline F load_part(const T *p, int64_t n) {
+  T part[W] = {};
+  memcpy(part, p, n * sizeof(T));
+  return load(part);
+}
+
+template <typename T>
+inline void store_part(T *p, F v, int64_t n) {
+  T part[W];
+  store(part, v);
+  memcpy(p, part, n * sizeof(T));
+}
+
+// Past the caches; p must be a multiple of the vector's size.
+template <typename T>
+inline void store_stream(T *p, F v) {
+  alignas(64) T whole[W];
+  store(whole, v);
+#if defined(__AVX512F__)
+  if constexpr (sizeof whole == 64) return _mm512_stream_si512((__m512i *)p, _mm512_load_si512(whole));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof whole == 32) return _mm256_stream_si256((__m256i *)p, _mm256_load_si256((__m256i *)whole));
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof whole == 16) return _mm_stream_si128((__m128i *)p, _mm_load_si128((__m128i *)whole));
+#endif
+  memcpy(p, whole, sizeof whole);
+}
+
+inline void finish_streams() {
+#if defined(__SSE2__)
+  if (kStream) _mm_sfence();
+#endif
+}
+
+// The first n lanes of v; the others take the value `rest`.
+inline F keep(F v, int64_t n, float rest) {
+  I lane;
+  for (int i = 0; i < W; ++i) lane[i] = i;
+  return lane < (int32_t)n ? v : splat(rest);
+}
+
+inline float sum(F v) {
+  float lane[W];
+  memcpy(lane, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+
+// Half a vector of float, and the same as double.
+typedef float HalfF __attribute__((vector_size(2 * W)));
+typedef double D __attribute__((vector_size(4 * W)));
+
+inline D low(F v) {
+  HalfF half;
+  memcpy(&half, &v, sizeof half);
+  return __builtin_convertvector(half, D);
+}
+
+inline D high(F v) {
+  HalfF half;
+  memcpy(&half, (const char *)&v + sizeof half, sizeof half);
+  return __builtin_convertvector(half, D);
+}
+
+inline double sum(D v) {
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += v[i];
+  return total;
+}
+
+// A parameter's elements as float: where they are float32 in a row, in place, otherwise copied to `scratch`.
+// An absent parameter is `absent` everywhere; `offset` is added.
+bool usable(const AkTensor *p, float offset) {
+  return p && p->dtype == AK_F32 && offset == 0.0f && (p->strides[0] == 1 || p->sizes[0] <= 1);
+}
+
+const float *parameter(const AkTensor *p, float offset, float absent, int64_t n, float *scratch) {
+  if (usable(p, offset)) return (const float *)p->data;
+  for (int64_t i = 0; i < n; ++i) {
+    float value = absent;
+    if (p) {
+      const int64_t at = i * p->strides[0];
+      if (p->dtype == AK_F32) value = ((const float *)p->data)[at] + offset;
+      if (p->dtype == AK_F16) value = (float)((const _Float16 *)p->data)[at] + offset;
+      if (p->dtype == AK_BF16) value = load_part((const uint16_t *)p->data + at, 1)[0] + offset;
+    }
+    scratch[i] = value;
+  }
+  return scratch;
+}
+
+struct Statistics {
+  float mean, correction, factor;  // y = ((x - mean) - correction) * factor
+};
+
+// The mean of a row and 1/sqrt(variance + eps). Two passes: a mean, then the deviations from it, whose own mean
+// corrects the first one; nothing cancels, however far from 0 the row lies. One pass: the sums in double.
+template <typename T>
+Statistics measure(const T *x, int64_t n, double eps) {
+  if constexpr (kPasses == 1) {
+    D values[2] = {}, squares[2] = {};
+    for (int64_t i = 0; i < n; i += W) {
+      const F v = i + W <= n ? load(x + i) : load_part(x + i, n - i);
+      const D a = low(v), b = high(v);
+      values[0] += a;
+      values[1] += b;
+      squares[0] += a * a;
+      squares[1] += b * b;
+    }
+    const double mean = sum(values[0] + values[1]) / (double)n;
+    double variance = sum(squares[0] + squares[1]) / (double)n - mean * mean;
+    variance = variance < 0.0 ? 0.0 : variance;
+    const float rounded = (float)mean;
+    return {rounded, (float)(mean - (double)rounded), (float)(1.0 / sqrt(variance + eps))};
+  }
+  F values[kUnroll] = {};
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) values[u] += load(x + i + u * W);
+  }
+  for (; i < n; i += W) values[0] += load_part(x + i, n - i < W ? n - i : W);
+  for (int u = 1; u < kUnroll; ++u) values[0] += values[u];
+  const float mean = (float)((double)sum(values[0]) / (double)n);
+
+  F deviations[kUnroll] = {}, squares[kUnroll] = {};
+  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) {
+      const F d = load(x + i + u * W) - mean;
+      deviations[u] += d;
+      squares[u] += d * d;
+    }
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    const F d = keep(load_part(x + i, m) - mean, m, 0.0f);
+    deviations[0] += d;
+    squares[0] += d * d;
+  }
+  for (int u = 1; u < kUnroll; ++u) {
+    deviations[0] += deviations[u];
+    squares[0] += squares[u];
+  }
+  const double correction = (double)sum(deviations[0]) / (double)n;
+  double variance = (double)sum(squares[0]) / (double)n - correction * correction;
+  variance = variance < 0.0 ? 0.0 : variance;
+  return {mean, (float)correction, (float)(1.0 / sqrt(variance + eps))};
+}
+
+template <bool kPast, typename T>
+void write_row(const T *__restrict x, const float *__restrict scale, const float *__restrict shift,
+               T *__restrict y, int64_t n, Statistics s) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F v = (load(x + i) - s.mean - s.correction) * s.factor * load(scale + i) + load(shift + i);
+    kPast ? store_stream(y + i, v) : store(y + i, v);
+  }
+  if (i < n) {
+    const int64_t m = n - i;
+    const F v = (load_part(x + i, m) - s.mean - s.correction) * s.factor * load_part(scale + i, m);
+    store_part(y + i, v + load_part(shift + i, m), m);
+  }
+}
+
+// Where row `row` starts; the rows are all dimensions but the last, in order.
+int64_t row_offset(const AkTensor &t, int64_t row) {
+  int64_t offset = 0;
+  for (int d = t.ndim - 2; d > 0; --d) {
+    offset += row % t.sizes[d] * t.strides[d];
+    row /= t.sizes[d];
+  }
+  return t.ndim > 1 ? offset + row * t.strides[0] : 0;
+}
+
+template <typename T>
+int run(const AkTensor &x, const float *scale, const float *shift, double eps, const AkTensor &out, int threads) {
+  const int64_t n = x.sizes[x.ndim - 1];
+  int64_t rows = 1;
+  for (int d = 0; d < x.ndim - 1; ++d) rows *= x.sizes[d];
+  const int64_t group = n < kBlock ? kBlock / n : 1;
+#pragma omp parallel for num_threads(rows * n <= kSerial ? 1 : threads) schedule(SCHEDULE)
+  for (int64_t first = 0; first < rows; first += group) {
+    for (int64_t row = first; row < first + group && row < rows; ++row) {
+      const T *source = (const T *)x.data + row_offset(x, row);
+      T *y = (T *)out.data + row * n;
+      const Statistics s = measure(source, n, eps);
+      const bool past = kStream && (uintptr_t)y % (W * sizeof(T)) == 0;
+      past ? write_row<kStream>(source, scale, shift, y, n, s) : write_row<false>(source, scale, shift, y, n, s);
+    }
+    finish_streams();
+  }
+  return AK_OK;
+}
+
+}  // namespace
+
+extern "C" int64_t layernorm_workspace(const AkTensor *x, const AkTensor *, const AkTensor *, double) {
+  return 2 * x->sizes[x->ndim - 1] * (int64_t)sizeof(float);
+}
+
+extern "C" int layernorm(const AkTensor *x, const AkTensor *weight, const AkTensor *bias, double eps,
+                         const AkTensor *out, const AkContext *ctx) {
+  const int64_t n = x->sizes[x->ndim - 1];
+  if (n > 1 && x->strides[x->ndim - 1] != 1) return AK_NEED_CONTIGUOUS;
+  float *scratch = (float *)ctx->workspace;
+  const float *scale = parameter(weight, 0.0f, 1.0f, n, scratch);
+  const float *shift = parameter(bias, 0.0f, 0.0f, n, scratch + n);
+  switch (x->dtype) {
+    case AK_F32: return run<float>(*x, scale, shift, eps, *out, ctx->num_threads);
+    case AK_F16: return run<_Float16>(*x, scale, shift, eps, *out, ctx->num_threads);
+    case AK_BF16: return run<uint16_t>(*x, scale, shift, eps, *out, ctx->num_threads);
+  }
+  return AK_UNSUPPORTED;
+}

@@ -1,0 +1,338 @@
+// kernel_type: softmax
+//
+// y = exp(x - max) / sum(exp(x - max)) along one dimension. Where that dimension is the innermost one, vectors run along
+// it, one row after another; otherwise they run across it, a tile of neighbouring columns at a time.
+#include "autokernel.h"
+
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+constexpr bool kOnline = false;     // tune(algorithm): false, true
+constexpr bool kRecompute = false;  // tune(algorithm): false, true
+constexpr int kUnroll = 4;          // tune(compute): 1, 2, 4, 8
+constexpr int64_t kBlock = 16384;   // tune(block): 1024, 4096, 16384, 65536
+constexpr int64_t kSerial = 8192;   // tune(launch): 2048, 8192, 32768
+#define SCHEDULE static             // tune(launch): static, dynamic
+
+namespace {  // all names stay in this file: it is compiled once per CPU level, and the copies must not mix
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+
+inline F splat(float value) { return value - F{}; }
+
+inline F load(const float *p) {
+  F v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// bfloat16
+inline F load(const uint16_t *p) {
+  H h;
+  memcpy(&h, p, sizeof h);
+  return (F)(__builtin_convertvector(h, U) << 16);
+}
+
+inline F load(const _Float16 *p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+  H h;
+  memcpy(&h, p, sizeof h);
+  const U bits = __builtin_convertvector(h, U), magnitude = bits & 0x7fff;
+  const F scaled = (F)(magnitude << 13) * 0x1p112f;  // moves the exponent's bias, denormals included
+  const U special = (U)(magnitude >= 0x7c00) & 0x7f800000;
+  return (F)((U)scaled | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline void store(float *p, F v) { memcpy(p, &v, sizeof v); }
+
+inline H bfloat16(F v) {
+  const U bits = (U)v, nearest = bits + 0x7fff + ((bits >> 16) & 1);
+  return __builtin_convertvector((v != v ? bits | 0x400000 : nearest) >> 16, H);
+}
+
+inline void store(uint16_t *p, F v) {
+  const H h = bfloat16(v);
+  memcpy(p, &h, sizeof h);
+}
+
+inline void store(_Float16 *p, F v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const U bits = (U)v, magnitude = bits & 0x7fffffff;
+  const U normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+  const U denormal = (U)((F)magnitude + 0.5f) - 0x3f000000;  // the addition rounds to multiples of 2^-24
+  const U finite = magnitude < 0x38800000 ? denormal : normal;
+  const U special = magnitude > 0x7f800000 ? U{} + 0x7e00 : U{} + 0x7c00;
+  const U half = (magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000);
+  const H h = __builtin_convertvector(half, H);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first n < W elements; the other lanes are 0.
+template <typename T>
+inline F load_part(const T *p, int64_t n) {
+  T part[W] = {};
+  memcpy(part, p, n * sizeof(T));
+  return load(part);
+}
+
+template <typename T>
+inline void store_part(T *p, F v, int64_t n) {
+  T part[W];
+  store(part, v);
+  memcpy(p, part, n * sizeof(T));
+}
+
+// e^t to about one unit in the last place; inf, 0, denormals and NaN as in IEEE arithmetic.
+inline F exponential(F t) {
+  const float kMagic = 0x1.8p23f;  // adding it rounds to an integer, which then stands in the low bits
+  t = t > 130.0f ? splat(130.0f) : t;
+  t = t < -150.0f ? splat(-150.0f) : t;
+  const F shifted = t * 0x1.715476p0f + kMagic, n = shifted - kMagic;
+  F f = t - n * 0x1.62e4p-1f;  // ln 2 in two parts; the first product is exact
+  f = f - n * 1.42860677e-6f;
+  F p = 1.381446700e-3f * f + 8.368780479e-3f;  // minimax on |f| <= ln(2)/2, relative error 3e-9
+  p = p * f + 4.166839450e-2f;
+  p = p * f + 1.666651964e-1f;
+  p = p * f + 4.999999404e-1f;
+  p = p * f * f + f + 1.0f;
+#if defined(__AVX512F__)
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const I k = (I)shifted - 0x4b400000, half = k >> 1;
+  return p * (F)((half + 127) << 23) * (F)((k - half + 127) << 23);
+#endif
+}
+
+// The first n lanes of v; the others take the value `rest`.
+inline F keep(F v, int64_t n, float rest) {
+  I lane;
+  for (int i = 0; i < W; ++i) lane[i] = i;
+  return lane < (int32_t)n ? v : splat(rest);
+}
+
+inline float sum(F v) {
+  float lane[W];
+  memcpy(lane, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+
+inline F larger(F a, F b) { return a > b ? a : b; }
+
+inline float largest(F v) {
+  float lane[W];
+  memcpy(lane, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  }
+  return lane[0];
+}
+
+const float kLowest = -3.402823466e38f;  // finite, so that lowest - lowest is 0
+
+// The largest element of a row and the sum of exp(x - largest). NaN and inf turn the sum into NaN by themselves, as
+// they should; so does a row of -inf, whose sum is 0.
+struct Denominator {
+  float largest;
+  double total;
+};
+
+// One pass: every lane keeps its largest so far and rescales its sum when a larger one comes.
+template <typename T>
+Denominator measure_online(const T *x, int64_t n) {
+  F top = splat(kLowest), total = {};
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    F v[kUnroll], next = top;
+    for (int u = 0; u < kUnroll; ++u) {
+      v[u] = load(x + i + u * W);
+      next = larger(v[u], next);
+    }
+    total *= exponential(top - next);
+    for (int u = 0; u < kUnroll; ++u) total += exponential(v[u] - next);
+    top = next;
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    const F v = keep(load_part(x + i, m), m, -__builtin_inff()), next = larger(v, top);
+    total = total * exponential(top - next) + exponential(v - next);
+    top = next;
+  }
+  const float most = largest(top);
+  return {most, (double)sum(total * exponential(top - most))};
+}
+
+// Two passes; `e`, if not null, receives exp(x - largest).
+template <typename T>
+Denominator measure(const T *x, float *e, int64_t n) {
+  F tops[kUnroll];
+  for (int u = 0; u < kUnroll; ++u) tops[u] = splat(kLowest);
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) tops[u] = larger(load(x + i + u * W), tops[u]);
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    tops[0] = larger(keep(load_part(x + i, m), m, kLowest), tops[0]);
+  }
+  for (int u = 1; u < kUnroll; ++u) tops[0] = larger(tops[u], tops[0]);
+  const float most = largest(tops[0]);
+
+  F totals[kUnroll] = {};
+  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) {
+      const F v = exponential(load(x + i + u * W) - most);
+      if (e) store(e + i + u * W, v);
+      totals[u] += v;
+    }
+  }
+  for (; i < n; i += W) {
+    const int64_t m = n - i < W ? n - i : W;
+    const F v = keep(exponential(load_part(x + i, m) - most), m, 0.0f);
+    if (e) store_part(e + i, v, m);
+    totals[0] += v;
+  }
+  for (int u = 1; u < kUnroll; ++u) totals[0] += totals[u];
+  return {most, (double)sum(totals[0])};
+}
+
+template <typename T>
+void softmax_row(const T *x, T *y, int64_t n) {
+  constexpr bool kStored = sizeof(T) == sizeof(float) && !kRecompute && !kOnline;
+  Denominator d;
+  if constexpr (kStored) d = measure((const float *)x, (float *)y, n);
+  else if constexpr (kOnline) d = measure_online(x, n);
+  else d = measure(x, nullptr, n);
+  const float scale = (float)(1.0 / d.total);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    store(y + i, (kStored ? load(y + i) : exponential(load(x + i) - d.largest)) * scale);
+  }
+  if (i < n) {
+    const int64_t m = n - i;
+    store_part(y + i, (kStored ? load_part(y + i, m) : exponential(load_part(x + i, m) - d.largest)) * scale, m);
+  }
+}
+
+// `width` <= kUnroll * W neighbouring columns; `from` and `to` are the steps along the softmax's dimension.
+template <bool kWhole, typename T>
+void softmax_tile(const T *x, T *y, int64_t n, int64_t from, int64_t to, int64_t width) {
+  F tops[kUnroll], totals[kUnroll] = {};
+  for (int u = 0; u < kUnroll; ++u) tops[u] = splat(kLowest);
+  const auto read = [&](int64_t i, int u) {
+    const T *p = x + i * from + u * W;
+    return kWhole ? load(p) : load_part(p, width - u * W < W ? width - u * W : W);
+  };
+  const int vectors = kWhole ? kUnroll : (int)((width + W - 1) / W);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int u = 0; u < vectors; ++u) tops[u] = larger(read(i, u), tops[u]);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    for (int u = 0; u < vectors; ++u) totals[u] += exponential(read(i, u) - tops[u]);
+  }
+  for (int u = 0; u < vectors; ++u) totals[u] = 1.0f / totals[u];
+  for (int64_t i = 0; i < n; ++i) {
+    for (int u = 0; u < vectors; ++u) {
+      const F v = exponential(read(i, u) - tops[u]) * totals[u];
+      T *p = y + i * to + u * W;
+      kWhole ? store(p, v) : store_part(p, v, width - u * W < W ? width - u * W : W);
+    }
+  }
+}
+
+// The dimensions that stay: all but `dim`, and but `inner` where the vectors run along a dimension that stays.
+struct Kept {
+  int rank = 0;
+  int64_t sizes[64], from[64], to[64], count = 1;
+
+  Kept(const AkTensor &x, const AkTensor &out, int dim, int inner) {
+    for (int d = 0; d < x.ndim; ++d) {
+      if (d == dim || d == inner || x.sizes[d] == 1) continue;
+      sizes[rank] = x.sizes[d];
+      from[rank] = x.strides[d];
+      to[rank++] = out.strides[d];
+      count *= x.sizes[d];
+    }
+  }
+
+  void locate(int64_t index, int64_t *source, int64_t *target) const {
+    *source = *target = 0;
+    for (int d = rank - 1; d >= 0; --d) {
+      const int64_t i = d > 0 ? index % sizes[d] : index;
+      index /= sizes[d];
+      *source += i * from[d];
+      *target += i * to[d];
+    }
+  }
+};
+
+template <typename T>
+int run(const AkTensor &x, int dim, const AkTensor &out, int threads) {
+  const int64_t n = x.ndim > 0 ? x.sizes[dim] : 1;
+  const int64_t from = n > 1 ? x.strides[dim] : 1, to = n > 1 ? out.strides[dim] : 1;
+  const T *source = (const T *)x.data;
+  T *target = (T *)out.data;
+  int inner = -1;
+  if (from != 1 || to != 1) {
+    for (int d = 0; d < x.ndim; ++d) {
+      if (d != dim && x.sizes[d] > 1 && x.strides[d] == 1 && out.strides[d] == 1) inner = d;
+    }
+    if (inner < 0) return AK_NEED_CONTIGUOUS;
+  }
+  const Kept kept(x, out, dim, inner);
+  const int64_t columns = inner < 0 ? 1 : x.sizes[inner], tile = inner < 0 ? 1 : kUnroll * W;
+  const int64_t tiles = (columns + tile - 1) / tile, tasks = kept.count * tiles;
+  const int64_t group = n * tile < kBlock ? kBlock / (n * tile) : 1;
+#pragma omp parallel for num_threads(kept.count * columns * n <= kSerial ? 1 : threads) schedule(SCHEDULE)
+  for (int64_t first = 0; first < tasks; first += group) {
+    for (int64_t task = first; task < first + group && task < tasks; ++task) {
+      int64_t a, b;
+      kept.locate(task / tiles, &a, &b);
+      if (inner < 0) {
+        softmax_row(source + a, target + b, n);
+        continue;
+      }
+      const int64_t start = task % tiles * tile, width = columns - start < tile ? columns - start : tile;
+      const T *p = source + a + start;
+      T *q = target + b + start;
+      width == tile ? softmax_tile<true>(p, q, n, from, to, width) : softmax_tile<false>(p, q, n, from, to, width);
+    }
+  }
+  return AK_OK;
+}
+
+}  // namespace
+
+extern "C" int softmax(const AkTensor *x, int64_t dim, const AkTensor *out, const AkContext *ctx) {
+  switch (x->dtype) {
+    case AK_F32: return run<float>(*x, (int)dim, *out, ctx->num_threads);
+    case AK_F16: return run<_Float16>(*x, (int)dim, *out, ctx->num_threads);
+    case AK_BF16: return run<uint16_t>(*x, (int)dim, *out, ctx->num_threads);
+  }
+  return AK_UNSUPPORTED;
+}
