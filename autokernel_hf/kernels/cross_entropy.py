@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autokernel_hf.kernels.base import (
     REDUCTIONS,
     KernelType,
+    Layer,
     Output,
     Outputs,
     RowsIfNone,
@@ -22,9 +23,10 @@ from autokernel_hf.kernels.base import (
     eager_peer,
     input_bytes,
     liger_peer,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse(
     "cross_entropy(Tensor logits, Tensor target, int ignore_index=-100, float label_smoothing=0.0, "
@@ -129,6 +131,14 @@ def _impostors_exempt(impostor: str, workload: Workload) -> bool:
     return impostor == "mean" and (scalar or alike)
 
 
+def _is_loss(module: nn.Module) -> bool:
+    return type(module) is nn.CrossEntropyLoss and module.weight is None
+
+
+def _sites(model: nn.Module) -> Iterable[Site]:
+    return module_sites(model, "cross_entropy", "CrossEntropyLoss", _is_loss)
+
+
 KERNEL_TYPE = KernelType(
     name="cross_entropy",
     schema=SCHEMA,
@@ -200,4 +210,5 @@ KERNEL_TYPE = KernelType(
         input_bytes(workload) + 4.0 * (_rows(workload) if workload.arg("reduction") == "none" else 1)
     ),
     impostors_exempt=_impostors_exempt,
+    layers=(Layer(name="CrossEntropyLoss", hook="CrossEntropyLoss", find=_sites),),
 )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -26,7 +28,7 @@ from autokernel_hf.kernels.base import (
     itemsize,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse(
     "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? cu_seqlens_q=None, "
@@ -303,6 +305,27 @@ def _roundings(workload: Workload) -> float:
     return score + math.sqrt(workload.tensor("q").shape[3]) + math.log2(workload.tensor("k").shape[2] + 2)
 
 
+def _sites(model: nn.Module) -> Iterable[Site]:
+    """One site for all attention of a model that goes through transformers' own `sdpa` entry."""
+    for module in model.modules():
+        functions = getattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS", None)
+        if functions is None:
+            continue
+        # A modeling file may have put a function of its own in this place.
+        entry = functions.get("sdpa", None)
+        ours = getattr(entry, "__module__", None) == "transformers.integrations.sdpa_attention"
+        config = getattr(module, "config", None)
+        if ours and getattr(config, "_attn_implementation", None) == "sdpa":
+            yield Site(
+                name="sdpa",
+                kernel_type="flash_attention",
+                layer="SDPAttention",
+                attach="attention",
+                path="sdpa",
+            )
+            return
+
+
 KERNEL_TYPE = KernelType(
     name="flash_attention",
     schema=SCHEMA,
@@ -382,5 +405,6 @@ KERNEL_TYPE = KernelType(
     flops=_flops,
     bytes_moved=lambda workload: input_bytes(workload) + _out_elements(workload) * itemsize(workload.dtype),
     impostors_exempt=_impostors_exempt,
+    layers=(Layer(name="SDPAttention", hook="SDPAttention", find=_sites),),
     source="https://arxiv.org/abs/2205.14135",
 )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels.activation import activation_kind
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -25,9 +28,10 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     input_bytes,
     itemsize,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse(
     "fused_mlp(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate=None, Tensor? b_up=None, "
@@ -133,6 +137,68 @@ def _impostors_exempt(impostor: str, workload: Workload) -> bool:
     return M * D == 0 or (H == 0 and workload.arg("b_down") is None)
 
 
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+
+# The canonical spelling of a forward, for each name by which a block may call its activation.
+_GATED = {
+    form(f"""
+        def forward(self, x):
+            return self.down_proj(self.{name}(self.gate_proj(x)) * self.up_proj(x))
+    """): name
+    for name in _ACTIVATION_NAMES
+}
+_PACKED = {
+    form(f"""
+        def forward(self, x):
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            return self.down_proj(up * self.{name}(gate))
+    """): name
+    for name in _ACTIVATION_NAMES
+}
+
+
+def _plain_forms(up: str, down: str) -> dict[str, str]:
+    return {
+        form(f"""
+            def forward(self, x):
+                return self.{down}(self.{name}(self.{up}(x)))
+        """): name
+        for name in _ACTIVATION_NAMES
+    }
+
+
+def _layer(name: str, forms: Mapping[str, str], kind: str, projections: tuple[str, ...]) -> Layer:
+    """A layer for blocks whose forward has one of the forms, with that activation between plain linear layers."""
+
+    def matches(module: nn.Module) -> bool:
+        act = forms.get(forward_form(type(module)) or "")
+        if act is None or not all(type(getattr(module, p, None)) is nn.Linear for p in projections):
+            return False
+        function = getattr(module, act)
+        return isinstance(function, nn.Module) and activation_kind(function) == kind
+
+    def find(model: nn.Module) -> Iterable[Site]:
+        return module_sites(model, "fused_mlp", name, matches)
+
+    return Layer(name=name, hook=name, find=find)
+
+
+_SPLIT, _FC = ("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2")
+_NEOX = ("dense_h_to_4h", "dense_4h_to_h")
+
+LAYERS = (
+    _layer("FusedSwiGLUMLP", _GATED, "silu", _SPLIT),
+    _layer("FusedGeGLUMLP", _GATED, "gelu_tanh", _SPLIT),
+    _layer("FusedGeGLUErfMLP", _GATED, "gelu", _SPLIT),
+    _layer("FusedPackedSwiGLUMLP", _PACKED, "silu", ("gate_up_proj", "down_proj")),
+    _layer("FusedGELUMLP", _plain_forms(*_FC), "gelu", _FC),
+    _layer("FusedGELUTanhMLP", _plain_forms(*_FC), "gelu_tanh", _FC),
+    _layer("FusedNewGELUMLP", _plain_forms(*_FC), "gelu_new", _FC),
+    _layer("FusedQuickGELUMLP", _plain_forms(*_FC), "quick_gelu", _FC),
+    _layer("FusedNeoXMLP", _plain_forms(*_NEOX), "gelu", _NEOX),
+)
+
+
 KERNEL_TYPE = KernelType(
     name="fused_mlp",
     schema=SCHEMA,
@@ -197,5 +263,6 @@ KERNEL_TYPE = KernelType(
     flops=_flops,
     bytes_moved=_bytes_moved,
     impostors_exempt=_impostors_exempt,
+    layers=LAYERS,
     source="https://arxiv.org/abs/2002.05202",
 )

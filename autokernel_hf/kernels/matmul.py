@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -26,9 +27,10 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     input_bytes,
     itemsize,
+    module_sites,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse(
     'matmul(Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, str activation="none", '
@@ -208,6 +210,20 @@ def _impostors_exempt(impostor: str, workload: Workload) -> bool:
     return _out_elements(workload) == 0 or (_inner(workload) == 0 and not added)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    # Exactly this class: torch's own subclasses are read by other code, not called.
+    return type(module) is nn.Linear
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def _sites(layer: str, matches: Callable[[nn.Module], bool]) -> Callable[[nn.Module], Iterable[Site]]:
+    return lambda model: module_sites(model, "matmul", layer, matches)
+
+
 KERNEL_TYPE = KernelType(
     name="matmul",
     schema=SCHEMA,
@@ -291,4 +307,8 @@ KERNEL_TYPE = KernelType(
     flops=lambda workload: 2.0 * _out_elements(workload) * _inner(workload),
     bytes_moved=_bytes_moved,
     impostors_exempt=_impostors_exempt,
+    layers=(
+        Layer(name="Linear", hook="Linear", find=_sites("Linear", _is_linear)),
+        Layer(name="Conv1D", hook="Conv1D", find=_sites("Conv1D", _is_conv1d)),
+    ),
 )

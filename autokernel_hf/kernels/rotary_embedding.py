@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
+    Layer,
     Output,
     Outputs,
     Peer,
@@ -19,11 +22,13 @@ from autokernel_hf.kernels.base import (
     Tolerance,
     compile_peer,
     eager_peer,
+    function_sites,
     input_bytes,
     itemsize,
+    layer_class,
     workload_from,
 )
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
 
 SCHEMA = Schema.parse(
     "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)"
@@ -132,6 +137,100 @@ def _rotated(workload: Workload) -> float:
     return _elements(workload) * workload.tensor("cos").shape[-1] / D if D else 0.0
 
 
+# --- which function is which layer ------------------------------------------------------------------------------------
+
+
+def _probes(vision: bool) -> Iterator[tuple[tuple[Tensor, ...], dict[str, int]]]:
+    """Calls that tell the forms apart: table widths, both orders of heads and sequence, dtypes; tables of any numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    dtypes = (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    )
+    B, Hq, Hk, S, D = 2, 4, 3, 5, 8
+    for R in (D, D // 2):
+        for dtype, table_dtype in dtypes:
+            if vision:
+                q, k, cos, sin = draw(S, Hq, D), draw(S, Hk, D), draw(S, R), draw(S, R)
+                yield (q.to(dtype), k.to(dtype), cos.to(table_dtype), sin.to(table_dtype)), {}
+                continue
+            for table_batch in (1, B):
+                cos, sin = draw(table_batch, S, R).to(table_dtype), draw(table_batch, S, R).to(table_dtype)
+                q, k = draw(B, Hq, S, D).to(dtype), draw(B, Hk, S, D).to(dtype)
+                yield (q, k, cos, sin), {}
+                yield (q.transpose(1, 2), k.transpose(1, 2), cos, sin), {"unsqueeze_dim": 2}
+                # Some functions let q be the last of the keys' positions; the operation does not.
+                yield (q[:, :, -2:], k, cos, sin), {}
+
+
+def _same_parameters(function: Callable[..., Any], forward: Callable[..., Any]) -> bool:
+    """Whether both take as many arguments, of the same kinds, and may leave out the same ones."""
+    theirs, ours = (
+        [(p.kind, p.default is p.empty) for p in inspect.signature(f).parameters.values()]
+        for f in (function, forward)
+    )
+    return theirs == ours
+
+
+def computes(function: Callable[..., Any], layer: str) -> bool:
+    """Whether a model's function gives, bit for bit and dtype for dtype, what the layer gives over the reference.
+
+    A probe on which the function fails is no call that a model makes; one that only the layer refuses decides.
+    """
+    forward = layer_class("rotary_embedding", layer, reference)().forward
+    # transformers wraps some of these functions in a module, for kernelize.
+    plain = function.forward if isinstance(function, nn.Module) else function
+    if not _same_parameters(plain, forward):
+        return False
+    answered = False
+    for args, options in _probes(layer == "RotaryEmbeddingVision"):
+        try:
+            expected = function(*args, **options)
+        except _REFUSALS:
+            continue
+        try:
+            got = forward(*args, **options)
+        except _REFUSALS:
+            return False
+        if not isinstance(expected, tuple) or len(expected) != 2:
+            return False
+        for e, g in zip(expected, got, strict=True):
+            if not isinstance(e, Tensor) or e.dtype != g.dtype or not torch.equal(e, g):
+                return False
+        answered = True
+    return answered
+
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+def _layer(name: str, hook: str, attribute: str = "apply_rotary_pos_emb") -> Layer:
+    def find(model: nn.Module) -> Iterable[Site]:
+        for site in function_sites(model, "rotary_embedding", name, attribute):
+            if computes(getattr(sys.modules[site.path.split(":")[0]], attribute), name):
+                yield site
+
+    return Layer(name=name, hook=hook, find=find)
+
+
+LAYERS = (
+    _layer("RotaryEmbedding", "rotary_pos_emb"),
+    _layer("RotaryEmbeddingKeepingDtype", "rotary_pos_emb"),
+    _layer("RotaryEmbeddingFloat32", "rotary_pos_emb"),
+    _layer("RotaryEmbeddingHalfTables", "rotary_pos_emb"),
+    _layer("RotaryEmbeddingInterleaved", "RotaryEmbeddingInterleaved"),
+    _layer("RotaryEmbeddingInterleavedHalves", "RotaryEmbeddingInterleavedHalves"),
+    _layer("RotaryEmbeddingInterleavedHalvesFloat32", "RotaryEmbeddingInterleavedHalvesFloat32"),
+    _layer("RotaryEmbeddingVision", "RotaryEmbeddingVision", "apply_rotary_pos_emb_vision"),
+)
+
+
 KERNEL_TYPE = KernelType(
     name="rotary_embedding",
     schema=SCHEMA,
@@ -201,5 +300,6 @@ KERNEL_TYPE = KernelType(
     impostors_exempt=lambda impostor, workload: (
         workload.tensor("cos").shape[-1] == 0 or 0 in workload.tensor("q").shape
     ),
+    layers=LAYERS,
     source="https://arxiv.org/abs/2104.09864",
 )
