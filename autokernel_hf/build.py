@@ -27,7 +27,7 @@ import torch
 
 from autokernel_hf import binding, contract, toolchain, variant
 from autokernel_hf.cache import cache_root, folder_once
-from autokernel_hf.errors import CompileError, PackageError, ToolMissingError, UsageError
+from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, PackageError, ToolMissingError, UsageError
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels import layers_source
 from autokernel_hf.kernels.base import KernelType
@@ -36,6 +36,7 @@ from autokernel_hf.records import Built, Candidate, Resources
 log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 300.0
+_RESOURCES = "resources.json"
 DEFAULT_CUDA_ARCHS = ("9.0a",)
 TORCH_TARGET = "0x020b000000000000ULL"  # 2.11, as the variant's name says
 
@@ -64,15 +65,14 @@ def build(candidate: Candidate, *, archs: tuple[str, ...] = (), device: str = "c
     recipe = _recipe(candidate, archs, device)
     folder = cache_root() / "builds" / recipe.id
     cached = folder_once(folder, lambda temporary: _make(recipe, temporary))
-    notes = json.loads((cache_root() / "notes" / f"{recipe.id}.json").read_text(encoding="utf-8"))
     return Built(
         id=recipe.id,
         kernel_type=candidate.kernel_type,
         backend=candidate.backend,
-        path=str(folder),
+        path=str(folder / recipe.id),
         variant=recipe.variant,
         archs=recipe.archs,
-        resources=Resources.model_validate(notes),
+        resources=Resources.load(folder / _RESOURCES),
         seconds=time.monotonic() - started,
         cached=cached,
     )
@@ -218,18 +218,19 @@ def _capability(device: str) -> str | None:
 
 
 def _make(recipe: Recipe, folder: Path) -> None:
-    """Fill a folder with the variant's files; leave what is known of it under `notes`."""
+    """Fill a folder of the cache: the variant, under its id, and what the compiler said of the kernel."""
+    made = folder / recipe.id
+    made.mkdir()
     for file, text in recipe.files:
-        (folder / file).write_text(text, encoding="utf-8")
+        (made / file).write_text(text, encoding="utf-8")
     resources = Resources()
     if recipe.candidate.backend != "triton":
         work = folder / "work"
         work.mkdir()
         resources = _compile(recipe, work)
-        (work / f"{recipe.id}.abi3.so").rename(folder / f"{recipe.id}.abi3.so")
+        (work / f"{recipe.id}.abi3.so").rename(made / f"{recipe.id}.abi3.so")
         shutil.rmtree(work)
-    notes = cache_root() / "notes" / f"{recipe.id}.json"
-    resources.save(notes)
+    resources.save(folder / _RESOURCES)
 
 
 def _compile(recipe: Recipe, work: Path) -> Resources:
@@ -239,8 +240,10 @@ def _compile(recipe: Recipe, work: Path) -> Resources:
     (work / file_name).write_text(recipe.candidate.source, encoding="utf-8")
     (work / f"unit{suffix}").write_text(_unit(recipe.type, file_name), encoding="utf-8")
     (work / "module.c").write_text(binding.MODULE_SOURCE, encoding="utf-8")
-    compiled = list(_cpp_edges(recipe, parts) if backend == "cpp" else _cuda_edges(recipe, parts))
-    output = _ninja(work, [*compiled, *_link_edges(recipe, parts)], recipe.candidate.source, file_name)
+    compiled = list(_cpp_edges(recipe, parts) if backend == "cpp" else _cuda_edges(recipe, parts, work))
+    status, output = _ninja(work, [*compiled, *_link_edges(recipe, parts)])
+    if status != 0:
+        raise _explained(output, recipe, file_name)
     if backend == "cpp":
         _refuse_initializers(work / f"{_short(recipe.archs[-1]) if recipe.archs else 'only'}.o")
     use = toolchain.ptxas_use(output)
@@ -273,25 +276,39 @@ class Edge:
     command: str
 
 
-def _ninja(work: Path, edges: Sequence[Edge], source: str, file_name: str) -> str:
-    """Run the commands, as many at once as there are cores; return what they printed.
-
-    Raises:
-        CompileError: One failed.
-    """
+def _ninja(work: Path, edges: Sequence[Edge]) -> tuple[int, str]:
+    """Run the commands, as many at once as there are cores; return the exit status and what they printed."""
     lines = ["ninja_required_version = 1.5", ""]
     for i, edge in enumerate(edges):
         inputs = " ".join(re.sub(r"([$ :])", r"$\1", path) for path in edge.inputs)
         command = edge.command.replace("$", "$$")
         lines += [f"rule r{i}", f"  command = {command}", f"build {edge.output}: r{i} {inputs}", ""]
     (work / "build.ninja").write_text("\n".join(lines), encoding="utf-8")
+    # nvcc writes the working folder into line tables; by this name it is nobody's.
+    environment = {"LC_ALL": "C", "PWD": "/proc/self/cwd"}
     status, output = toolchain.run(
-        [toolchain.ninja().path, "-v"], cwd=work, timeout_s=COMPILE_TIMEOUT_S, env={"LC_ALL": "C"}
+        [toolchain.ninja().path, "-v"], cwd=work, timeout_s=COMPILE_TIMEOUT_S, env=environment
     )
     if status != 0:
         log.debug("ninja in %s:\n%s", work, output)
-        raise toolchain.compile_error(output, source, file_name)
-    return output
+    return status, output
+
+
+def _explained(output: str, recipe: Recipe, file_name: str) -> AutokernelError:
+    """A failed build as an error about the candidate."""
+    error = toolchain.compile_error(output, recipe.candidate.source, file_name)
+    prototype = f"Define: {binding.launcher_prototype(recipe.type)}"
+    if error.about_candidate:
+        return error
+    if re.search(r"^(\S*/)?unit\.(cpp|cu)[:(]\d+", output, re.MULTILINE):
+        where = re.search(rf"{file_name}:(\d+):\d+: note: previous declaration", output)
+        line = f"Line {where[1]}: the" if where else "The"
+        return CandidateError(
+            f"{line} launcher {recipe.type.name} has another signature than the schema.", remedy=prototype
+        )
+    if re.search(rf"hidden symbol [`']\S*{recipe.type.name}\S*' isn't defined", output):
+        return CandidateError(f"The candidate defines no launcher {recipe.type.name}.", remedy=prototype)
+    return error
 
 
 def _short(level: str) -> str:
@@ -341,15 +358,17 @@ def _cpp_edges(recipe: Recipe, parts: Path) -> Iterator[Edge]:
     )
 
 
-def _cuda_edges(recipe: Recipe, parts: Path) -> Iterator[Edge]:
-    compiler, host = toolchain.nvcc(), toolchain.gxx()
+def _cuda_edges(recipe: Recipe, parts: Path, work: Path) -> Iterator[Edge]:
+    host = toolchain.gxx()
+    (work / "toolkit").symlink_to(toolchain.cuda_home())
     flags = " ".join((*CUDA_FLAGS, *map(_gencode, recipe.archs), "-Xptxas -v"))
     host_flags = ",".join(("-fvisibility=hidden", *_LIBRARY_FLAGS, *_unnamed(parts).split()))
     yield Edge(
         output="cuda.o",
         inputs=("unit.cu",),
-        command=f"{shlex.quote(compiler.path)} {flags} -ccbin {shlex.quote(host.path)} -w -Xcompiler {host_flags}"
-        f" --pre-include {shlex.quote(str(parts / 'prelude.h'))} -I{shlex.quote(str(parts))} -c unit.cu -o cuda.o",
+        command=f"toolkit/bin/nvcc {flags} -ccbin {shlex.quote(host.path)} -w -Xcompiler {host_flags}"
+        f" --pre-include {shlex.quote(str(parts / 'prelude.h'))} -I{shlex.quote(str(parts))}"
+        " -c /proc/self/cwd/unit.cu -o cuda.o",
     )
     yield Edge(
         output="closed",
@@ -374,14 +393,11 @@ def _cudart() -> str:
     A static one would be a second runtime in the process and needs newer symbols of glibc than manylinux_2_28 has;
     the shared one of the same major version is always there already, since torch's libraries need it.
     """
-    home = Path(toolchain.nvcc().path).resolve().parent.parent
-    for home_ in (home, Path(toolchain.cuda_home())):
-        for folder in (home_ / "lib64", home_ / "lib", home_ / "targets" / f"{toolchain.machine()}-linux" / "lib"):
-            if (folder / "libcudart.so").exists():
-                return f"-L{shlex.quote(str(folder))} -lcudart"
-    raise ToolMissingError(
-        f"libcudart.so was not found beside {toolchain.nvcc().path}.", remedy="Install the whole CUDA toolkit."
-    )
+    home = toolchain.cuda_home()
+    for folder in ("lib64", "lib", f"targets/{toolchain.machine()}-linux/lib", f"lib/{toolchain.machine()}-linux-gnu"):
+        if (home / folder / "libcudart.so").exists():
+            return f"-L{shlex.quote(str(home / folder))} -lcudart"
+    raise ToolMissingError(f"libcudart.so was not found in {home}.", remedy="Install the whole CUDA toolkit.")
 
 
 def _link_edges(recipe: Recipe, parts: Path) -> Iterator[Edge]:
@@ -453,7 +469,9 @@ def _parts(recipe: Recipe) -> Path:
                     command=f"{program} -shared -nostdlib -x c /dev/null -Wl,-soname,lib{library}.so -o lib{library}.so",
                 )
             )
-        _ninja(temporary, edges, recipe.binding, "binding.cpp")
+        status, output = _ninja(temporary, edges)
+        if status != 0:  # no candidate's fault: a compiler or a torch that this binding does not fit
+            raise toolchain.compile_error(output, recipe.binding, "binding.cpp")
 
     folder_once(folder, make)
     return folder

@@ -39,7 +39,9 @@ def folder_once(folder: Path, make: Callable[[Path], None]) -> bool:
     if folder.is_dir():
         return True
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.parent / f".{folder.name}.lock"):
+    locks = cache_root() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with _lock(locks / folder.name):
         if folder.is_dir():
             return True
         _remove_stale(folder.parent)

@@ -203,7 +203,13 @@ _LINK = re.compile(r"undefined reference to [`'](?P<symbol>[^']+)'")
 _PTXAS = re.compile(r"^ptxas (?:fatal|error)\s*: (?P<text>.*)$")
 
 
-def compile_error(output: str, source: str, file_name: str) -> CompileError:
+class SourceError(CompileError):
+    """A compile error that knows whether it is about the candidate's own lines."""
+
+    about_candidate: bool = False
+
+
+def compile_error(output: str, source: str, file_name: str) -> SourceError:
     """A compiler's output as an error about the candidate: its own lines with their numbers, and the words to them.
 
     Args:
@@ -235,7 +241,9 @@ def compile_error(output: str, source: str, file_name: str) -> CompileError:
     if not found:
         found = [output.strip()[-2000:] or "The compiler failed without a word."]
     more = f"\n... and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
-    return CompileError(f"{file_name} does not compile:\n" + "\n".join(found[:MAX_ERRORS]) + more)
+    error = SourceError(f"{file_name} does not compile:\n" + "\n".join(found[:MAX_ERRORS]) + more)
+    error.about_candidate = bool(messages)
+    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
