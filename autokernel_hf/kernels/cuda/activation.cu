@@ -1,0 +1,191 @@
+// kernel_type: activation
+//
+// y = act(x), element by element, in fp32. Dense tensors are one long row; rows that lie apart are walked in place.
+// Threads move 16-byte packs, several in flight, where alignment and length allow, and single elements otherwise.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "autokernel.h"
+
+constexpr int kUnroll = 2;     // tune(memory): 1, 2, 4, 8
+constexpr int kThreads = 256;  // tune(block): 64, 128, 256, 512, 1024
+
+namespace {
+
+static_assert(kUnroll >= 1 && kUnroll <= 16, "a thread holds its packs in registers");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block is whole warps");
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+template <typename T, int V>
+struct alignas(sizeof(T) * V) Pack {
+  T v[V];
+};
+
+template <typename T>
+constexpr int kPack = 16 / (int)sizeof(T);
+
+template <typename T, int V>
+__device__ __forceinline__ Pack<T, V> load(const T *p) {
+  return *reinterpret_cast<const Pack<T, V> *>(p);
+}
+
+template <typename T, int V>
+__device__ __forceinline__ void store(T *p, const Pack<T, V> &pack) {
+  *reinterpret_cast<Pack<T, V> *>(p) = pack;
+}
+
+// The leading dimensions of a tensor: row r starts at r * stride, or with `inner` rows in a group, groups at `outer`.
+struct Rows {
+  int64_t inner, outer, stride;
+  __device__ __forceinline__ int64_t start(int64_t row) const {
+    return inner == 0 ? row * stride : row / inner * outer + row % inner * stride;
+  }
+};
+
+enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kKinds };
+
+// x * sigmoid(u). 16-bit results do not see the last bits of the fast exponential and quotient.
+template <typename T>
+__device__ __forceinline__ float times_sigmoid(float x, float u) {
+  return sizeof(T) == 4 ? x / (1.0f + expf(-u)) : __fdividef(x, 1.0f + __expf(-u));
+}
+
+// NaN stays NaN in all of them, and -inf gives NaN where torch's formula does.
+template <typename T, int KIND>
+__device__ __forceinline__ float act(float x) {
+  if constexpr (KIND == kGelu) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+  // 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its digits where 1 + tanh(u) cancels.
+  if constexpr (KIND == kGeluTanh) return times_sigmoid<T>(x, x * (1.5957691216057308f + 0.07135481627f * x * x));
+  if constexpr (KIND == kQuickGelu) return times_sigmoid<T>(x, 1.702f * x);
+  if constexpr (KIND == kSilu) return times_sigmoid<T>(x, x);
+  if constexpr (KIND == kRelu) return x < 0.0f ? 0.0f : x;
+  if constexpr (KIND == kRelu2) return x < 0.0f ? 0.0f : x * x;
+  return x;
+}
+
+template <typename T, int KIND, int V>
+__global__ void __launch_bounds__(kThreads, 1)
+    activate(const T *__restrict__ x, Rows rows, T *__restrict__ out, int64_t M, int64_t N) {
+  const int64_t packs = N / V, step = (int64_t)gridDim.x * blockDim.x;
+  const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < M;
+       row += (int64_t)gridDim.y * blockDim.y) {
+    const T *in = x + rows.start(row);
+    T *y = out + row * N;
+    for (int64_t first = thread; first < packs; first += kUnroll * step) {
+      Pack<T, V> pack[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; u++)
+        if (first + u * step < packs) pack[u] = load<T, V>(in + (first + u * step) * V);
+#pragma unroll
+      for (int u = 0; u < kUnroll; u++) {
+        if (first + u * step >= packs) continue;
+#pragma unroll
+        for (int i = 0; i < V; i++) pack[u].v[i] = from_float<T>(act<T, KIND>(to_float(pack[u].v[i])));
+        store<T, V>(y + (first + u * step) * V, pack[u]);
+      }
+    }
+    for (int64_t i = packs * V + thread; i < N; i += step) y[i] = from_float<T>(act<T, KIND>(to_float(in[i])));
+  }
+}
+
+bool rows_of(const AkTensor *t, Rows *rows) {
+  if (t->ndim == 0) {
+    *rows = {0, 0, 0};
+    return true;
+  }
+  const int last = t->ndim - 1;
+  if (t->sizes[last] > 1 && t->strides[last] != 1) return false;
+  int64_t sizes[2], strides[2];
+  int n = 0;
+  for (int d = last - 1; d >= 0; d--) {
+    if (t->sizes[d] == 1) continue;
+    if (n > 0 && t->strides[d] == sizes[n - 1] * strides[n - 1]) {
+      sizes[n - 1] *= t->sizes[d];
+      continue;
+    }
+    if (n == 2) return false;
+    sizes[n] = t->sizes[d];
+    strides[n++] = t->strides[d];
+  }
+  *rows = n == 0 ? Rows{0, 0, 0} : n == 1 ? Rows{0, 0, strides[0]} : Rows{sizes[0], strides[1], strides[0]};
+  return true;
+}
+
+bool aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
+
+// Runs f with the kind as a constant.
+template <typename F>
+int with_kind(int32_t kind, F f) {
+  switch (kind) {
+    case kNone: return f(std::integral_constant<int, kNone>());
+    case kGelu: return f(std::integral_constant<int, kGelu>());
+    case kGeluTanh:
+    case kGeluNew: return f(std::integral_constant<int, kGeluTanh>());
+    case kQuickGelu: return f(std::integral_constant<int, kQuickGelu>());
+    case kSilu: return f(std::integral_constant<int, kSilu>());
+    case kRelu: return f(std::integral_constant<int, kRelu>());
+    case kRelu2: return f(std::integral_constant<int, kRelu2>());
+    default: return AK_UNSUPPORTED;
+  }
+}
+
+template <typename T>
+int run(const AkTensor *x, int32_t kind, const AkTensor *out, cudaStream_t stream) {
+  constexpr int V = kPack<T>;
+  Rows rows;
+  if (!rows_of(x, &rows)) return AK_NEED_CONTIGUOUS;
+  int64_t M = 1, N = x->ndim == 0 ? 1 : x->sizes[x->ndim - 1];
+  for (int d = 0; d < x->ndim - 1; d++) M *= x->sizes[d];
+  if (rows.inner == 0 && (M == 1 || rows.stride == N)) {  // dense: one row
+    N *= M;
+    M = 1;
+    rows = {0, 0, 0};
+  }
+  const bool packed = aligned(x->data) && aligned(out->data) &&
+                      (M == 1 || (N % V == 0 && rows.outer % V == 0 && rows.stride % V == 0));
+  const int64_t columns = packed ? (N + V - 1) / V : N;
+  int64_t wide = 32;  // threads side by side in a row; the block's others take further rows
+  while (wide < kThreads && wide < columns) wide *= 2;
+  const int64_t high = M == 1 ? 1 : kThreads / wide;
+  const int64_t across = (columns + wide * kUnroll - 1) / (wide * kUnroll), down = (M + high - 1) / high;
+  const dim3 block((unsigned)wide, (unsigned)high);
+  const dim3 grid((unsigned)(across < 0x7fffffff ? across : 0x7fffffff), (unsigned)(down < 65535 ? down : 65535));
+  const T *in = static_cast<const T *>(x->data);
+  T *y = static_cast<T *>(out->data);
+  return with_kind(kind, [&](auto k) {
+    constexpr int K = decltype(k)::value;
+    if (packed)
+      activate<T, K, V><<<grid, block, 0, stream>>>(in, rows, y, M, N);
+    else
+      activate<T, K, 1><<<grid, block, 0, stream>>>(in, rows, y, M, N);
+    return (int)cudaGetLastError();
+  });
+}
+
+}  // namespace
+
+extern "C" int activation(const AkTensor *x, int32_t kind, const AkTensor *out, const AkContext *ctx) {
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  switch (x->dtype) {
+    case AK_F32: return run<float>(x, kind, out, stream);
+    case AK_F16: return run<__half>(x, kind, out, stream);
+    case AK_BF16: return run<__nv_bfloat16>(x, kind, out, stream);
+    default: return AK_UNSUPPORTED;
+  }
+}
