@@ -128,13 +128,22 @@ class Tensor {
     read();
   }
 
+  // Unlike torch's own notion, also in dimensions of one element or of an empty tensor, whose strides mean nothing: a
+  // kernel need not know that.
+  bool strictly_contiguous() const {
+    int64_t step = 1;
+    for (int i = view.ndim - 1; i >= 0; --i) {
+      if (view.strides[i] != step) return false;
+      step *= view.sizes[i] > 0 ? view.sizes[i] : 1;
+    }
+    return true;
+  }
+
   // A contiguous, aligned copy in its place, where it is not so itself. The view is torch's again, not merged.
   void make_contiguous() {
     if (!present()) return;
     read();
-    bool contiguous;
-    check(aoti_torch_is_contiguous(handle_, &contiguous), "read a tensor's layout");
-    if (contiguous && (uintptr_t)view.data % kAlignment == 0) return;
+    if (strictly_contiguous() && (uintptr_t)view.data % kAlignment == 0) return;
     Tensor copy;
     copy.allocate(rank(), view.sizes, view.dtype, *this);
     check(aoti_torch_copy_(copy.handle_, handle_, 0), "copy a tensor");
