@@ -26,6 +26,10 @@
 #include <map>
 #include <vector>
 
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+
 #define __global__
 #define __device__
 #define __host__
