@@ -1,0 +1,190 @@
+"""Residual addition and norm of rows: one read of both inputs where a row fits in registers.
+
+The sum is rounded to x's dtype before it is normalized, since that is what the next layer gets. The layer norm's variance
+is that of deviations from the mean; chunks of a long row are merged by the formula of Chan, Golub and LeVeque.
+"""
+
+KERNEL_TYPE = "add_norm"
+BACKEND = "triton"
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 2048  # tune(block): 1024, 2048, 4096, 8192
+LONGEST = 16384  # tune(algorithm): 4096, 8192, 16384
+CHUNK = 4096  # tune(memory): 1024, 2048, 4096, 8192
+PER_THREAD = 16  # tune(launch): 8, 16, 32
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def parameter(ptr, column, stride, mask, offset, ABSENT: tl.constexpr):
+    """A chunk of a weight or bias in float32, plus offset; ABSENT in its place where there is none."""
+    value = tl.full(column.shape, ABSENT, dtype=tl.float32)
+    if ptr is not None:
+        value = tl.load(ptr + column * stride, mask=mask, other=0.0).to(tl.float32) + offset
+    return value
+
+
+@triton.jit
+def short_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    sum_ptr,
+    M,
+    N,
+    x_row,
+    x_column,
+    residual_row,
+    residual_column,
+    weight_column,
+    bias_column,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of at most BLOCK columns, ROWS of them at once."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask=mask, other=0.0)
+    residual = tl.load(
+        residual_ptr + row[:, None] * residual_row + column[None, :] * residual_column, mask=mask, other=0.0
+    )
+    weight = parameter(weight_ptr, column, weight_column, column < N, offset, 1.0)
+    bias = parameter(bias_ptr, column, bias_column, column < N, 0.0, 0.0)
+    rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+    target = row[:, None] * N + column[None, :]
+    tl.store(sum_ptr + target, rounded, mask=mask)
+    centred = rounded.to(tl.float32)
+    if LAYER:
+        mean = tl.sum(centred, axis=1) / N
+        centred = tl.where(mask, centred - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + eps)
+    y = centred * scale[:, None] * weight[None, :] + bias[None, :]
+    tl.store(out_ptr + target, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def long_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    sum_ptr,
+    N,
+    x_row,
+    x_column,
+    residual_row,
+    residual_column,
+    weight_column,
+    bias_column,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of any length, in chunks of BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    mean = 0.0
+    squares = 0.0
+    for start in range(0, N, BLOCK):
+        column = (start + lane).to(tl.int64)
+        mask = column < N
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + row * residual_row + column * residual_column, mask=mask, other=0.0)
+        rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * N + column, rounded, mask=mask)
+        s = rounded.to(tl.float32)
+        if LAYER:
+            size = tl.minimum(N - start, BLOCK)
+            chunk_mean = tl.sum(s, axis=0) / size
+            deviation = tl.where(mask, s - chunk_mean, 0.0)
+            delta = chunk_mean - mean
+            share = size / (start + size)
+            mean += delta * share
+            squares += tl.sum(deviation * deviation, axis=0) + delta * delta * start * share
+        else:
+            squares += tl.sum(s * s, axis=0)
+    scale = tl.rsqrt(squares / N + eps)
+    tl.debug_barrier()  # the sums are read back, maybe by other threads than wrote them
+    for start in range(0, N, BLOCK):
+        column = (start + lane).to(tl.int64)
+        mask = column < N
+        s = tl.load(sum_ptr + row * N + column, mask=mask, other=0.0).to(tl.float32)
+        weight = parameter(weight_ptr, column, weight_column, mask, offset, 1.0)
+        bias = parameter(bias_ptr, column, bias_column, mask, 0.0, 0.0)
+        y = (s - mean) * scale * weight + bias
+        tl.store(out_ptr + row * N + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def row_stride(x):
+    """The stride between rows, with the leading dimensions merged into one; None where they do not merge."""
+    rows, stride = 1, 0
+    for size, step in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if rows > 1 and step != stride * rows:
+            return None
+        if rows == 1:
+            stride = step
+        rows *= size
+    return stride
+
+
+def with_rows(x):
+    """x and its row stride; a copy where rows have no single stride or columns lie too far apart to be read well."""
+    step = row_stride(x)
+    if step is None or x.stride(-1) > 2:
+        x = x.contiguous()
+        step = x.shape[-1]
+    return x, step
+
+
+def kernel_fn(x, residual, weight, bias, eps, offset=0.0, kind="rms"):
+    for tensor in (x, residual, weight, bias):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise NotImplementedError(f"add_norm of {tensor.dtype}")
+    if kind not in ("rms", "layer"):
+        raise NotImplementedError(f"add_norm with the norm {kind}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out, total
+    x, x_row = with_rows(x)
+    residual, residual_row = with_rows(residual)
+    N = x.shape[-1]
+    M = out.numel() // N
+    weight_column = 0 if weight is None else weight.stride(0)
+    bias_column = 0 if bias is None else bias.stride(0)
+    arguments = (
+        x_row,
+        x.stride(-1),
+        residual_row,
+        residual.stride(-1),
+        weight_column,
+        bias_column,
+        eps,
+        offset,
+        kind == "layer",
+    )
+    if N > LONGEST:
+        warps = min(16, max(1, CHUNK // (32 * PER_THREAD)))
+        long_kernel[(M,)](x, residual, weight, bias, out, total, N, *arguments, BLOCK=CHUNK, num_warps=warps)
+        return out, total
+    block = triton.next_power_of_2(N)
+    rows = max(1, TILE // block)
+    warps = min(16, max(1, rows * block // (32 * PER_THREAD)))
+    short_kernel[(triton.cdiv(M, rows),)](
+        x, residual, weight, bias, out, total, M, N, *arguments, ROWS=rows, BLOCK=block, num_warps=warps
+    )
+    return out, total
