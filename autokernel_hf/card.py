@@ -1,0 +1,457 @@
+"""The card of a package: its README on the Hub.
+
+Every figure comes from a record; what was not measured is not there. The card names the repository by a placeholder
+until it is published, since a package does not know where it will live.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from autokernel_hf import __version__, contract, packages
+from autokernel_hf.kernels import kernel_type as find_type
+from autokernel_hf.kernels.base import KernelType
+from autokernel_hf.records import (
+    Built,
+    Candidate,
+    DeviceInfo,
+    Evaluation,
+    Interval,
+    Package,
+    Profile,
+    PulledModel,
+    Verification,
+    WorkloadResult,
+)
+from autokernel_hf.runs import RunSettings
+from autokernel_hf.sources import example_call
+
+# Names by which transformers' modeling files mark what kernelize may replace (5.20 to 5.22).
+TRANSFORMERS_HOOKS = frozenset(
+    {"FastGELU", "GeLU", "GeluTanh", "NewGELU", "QuickGELU", "RMSNorm", "SiLU", "rotary_pos_emb"}
+)
+# Classes of torch that carry no hook, by the layer of ours that replaces their forward.
+_TORCH_CLASSES = {
+    "LayerNorm": "torch.nn.LayerNorm",
+    "TorchRMSNorm": "torch.nn.RMSNorm",
+    "Softmax": "torch.nn.Softmax",
+}
+# Licences by which the Hub files a repository; others are named beside `other`.
+_HUB_LICENSES = frozenset(
+    {
+        "apache-2.0",
+        "mit",
+        "bsd-2-clause",
+        "bsd-3-clause",
+        "bsd-3-clause-clear",
+        "isc",
+        "mpl-2.0",
+        "unlicense",
+        "cc0-1.0",
+        "gpl-2.0",
+        "gpl-3.0",
+        "lgpl-2.1",
+        "lgpl-3.0",
+        "agpl-3.0",
+        "bsl-1.0",
+        "zlib",
+    }
+)
+_BACKEND_WORDS = {"triton": "Triton kernel", "cuda": "CUDA C++ kernel", "cpp": "C++ kernel for CPUs"}
+
+
+def repo_placeholder(name: str) -> str:
+    """What stands in a card for the repository until the package is published."""
+    return f"NAMESPACE/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a card is made from; what is None was not there.
+
+    Args:
+        builts: The builds that the package ships; the first is the one that was judged.
+        device: Where the evaluation's figures are from.
+        commit: The commit of the run that holds the candidate.
+    """
+
+    package: Package
+    candidate: Candidate
+    builts: tuple[Built, ...]
+    license: str
+    evaluation: Evaluation | None = None
+    verification: Verification | None = None
+    profile: Profile | None = None
+    settings: RunSettings | None = None
+    device: DeviceInfo | None = None
+    commit: str | None = None
+
+
+def render(facts: Facts) -> str:
+    """The card's text."""
+    kernel_type = find_type(facts.candidate.kernel_type)
+    domain = contract.check(facts.candidate, kernel_type)
+    variants = packages.read_variants(Path(facts.package.path))
+    first = variants[0]
+    usable = packages.usable_layers(first.path, kernel_type.name)
+    device_type = "cpu" if facts.candidate.backend == "cpp" else "cuda"
+    hooks = {layer.name: layer.hook for layer in kernel_type.layers}
+    layers = [{"name": n, "hook": hooks.get(n, n), "replaces": _TORCH_CLASSES.get(n)} for n in usable]
+    docs = _layer_docs(first.path)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    measured = _measured(facts.evaluation)
+    text = environment.get_template("card.md.j2").render(
+        name=facts.package.name,
+        repo=repo_placeholder(facts.package.name),
+        version=facts.package.version,
+        license=facts.license,
+        license_id=facts.license.lower() if facts.license.lower() in _HUB_LICENSES else "other",
+        tags=["kernel", "autokernel-hf", kernel_type.name, device_type, facts.candidate.backend],
+        summary=_summary(facts, kernel_type),
+        example="\n".join(example_call(kernel_type, domain, device_type)),
+        device_type=device_type,
+        functions=[kernel_type.schema.text],
+        layers=layers,
+        hooked=[layer for layer in layers if layer["hook"] in TRANSFORMERS_HOOKS],
+        marked=[layer for layer in layers if layer["replaces"] is not None],
+        unusable=[n for n in packages.layer_names(first.path) if n not in usable],
+        layer_table=_table(
+            ("layer", "hook", "replaces the forward of"),
+            [(f"`{x['name']}`", f"`{x['hook']}`", docs.get(str(x["name"]), "")) for x in layers],
+        ),
+        variant_table=_table(("variant", "device", "state"), [_variant_row(v, facts) for v in variants]),
+        built_how=_built_how(facts, variants),
+        domain=domain.text,
+        measured_on=_measured_on(facts),
+        measured=measured,
+        measured_how=_measured_how(facts.evaluation) if facts.evaluation is not None else "",
+        why_not_measured=_why_not_measured(facts),
+        verified=_verified(facts.verification, facts.profile),
+        numerics=list(_numerics(facts, kernel_type)),
+        limits=list(_limits(facts, variants)),
+        provenance_table=_table(("", ""), list(_provenance(facts))),
+        reproduce=_reproduce(facts.settings, facts.profile),
+    )
+    return _without_double_blanks(text)
+
+
+def _without_double_blanks(text: str) -> str:
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    # Two blank lines belong between functions of a code block.
+    return (
+        text.replace("}\n\ndef ", "}\n\n\ndef ")
+        .replace(")\n\ndef ", ")\n\n\ndef ")
+        .replace("ak\n\ndef ", "ak\n\n\ndef ")
+    )
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# --- what it is ---------------------------------------------------------------------------------------------------
+
+
+def _summary(facts: Facts, kernel_type: KernelType) -> str:
+    text = f"A {_BACKEND_WORDS[facts.candidate.backend]}: `{kernel_type.name}`"
+    model = facts.profile.model if facts.profile is not None else None
+    if model is not None:
+        text += f", found by autokernel_hf for the calls that {public_model(model)} makes"
+        device = _device(facts)
+        if device is not None:
+            text += f" on {device.name}"
+    return text + "."
+
+
+def public_model(model: PulledModel) -> str:
+    """How a card may name a model: by its Hub id; a local folder or file only by its last part."""
+    local = model.revision is None and ("/" in model.id or ":" in model.id or "\\" in model.id)
+    return f"`{Path(model.id).name}` (a local model)" if local else f"`{model.id}`"
+
+
+def _device(facts: Facts) -> DeviceInfo | None:
+    if facts.device is not None:
+        return facts.device
+    if facts.verification is not None and facts.verification.device is not None:
+        return facts.verification.device
+    return facts.profile.device if facts.profile is not None else None
+
+
+def _layer_docs(variant: Path) -> dict[str, str]:
+    tree = (
+        ast.parse((variant / "layers.py").read_text(encoding="utf-8"))
+        if (variant / "layers.py").exists()
+        else None
+    )
+    classes = (node for node in (tree.body if tree else ()) if isinstance(node, ast.ClassDef))
+    return {
+        node.name: (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ") for node in classes
+    }
+
+
+def _variant_row(variant: packages.Variant, facts: Facts) -> tuple[str, str, str]:
+    name, metadata = variant.name, variant.metadata
+    # A build for more architectures is another binary than the judged one, if from the same source.
+    same = metadata.id == facts.builts[0].id
+    judged = same and facts.evaluation is not None and facts.evaluation.status == "passed"
+    device = _device(facts)
+    here = f"judged on {device.name}" if judged and device is not None else "judged" if judged else "built"
+    if metadata.backend.type == "cpu":
+        levels = ", ".join(facts.builts[0].archs)
+        picked = f" ({levels}, picked at import)" if levels else ""
+        return f"`{name}`", f"CPU{picked}", here if facts.candidate.backend == "cpp" else _interpreter_only()
+    if metadata.backend.type == "rocm":
+        return f"`{name}`", "AMD GPU", "the same source; not run on AMD hardware"
+    if facts.candidate.backend == "triton":
+        return f"`{name}`", "NVIDIA GPU; compiled by Triton for the one at hand", here
+    archs = metadata.backend.archs or ()
+    run = _digits(device.arch) if judged and device is not None and device.kind == "cuda" else ""
+    states = [f"{arch}: {here if _digits(arch) == run else 'compiled, not run'}" for arch in archs]
+    return f"`{name}`", f"NVIDIA GPU of capability {', '.join(archs)}", "; ".join(states)
+
+
+def _digits(arch: str) -> str:
+    """The capability alone: 90 of sm_90a, 9.0a and 9.0+PTX."""
+    return "".join(c for c in arch if c.isdigit())
+
+
+def _interpreter_only() -> str:
+    return "for tests only: runs in Triton's interpreter (`TRITON_INTERPRET=1`)"
+
+
+def _built_how(facts: Facts, variants: Sequence[packages.Variant]) -> str:
+    if facts.candidate.backend == "triton":
+        return "A Triton kernel has nothing compiled in it: the variants hold the source as it was judged."
+    ids = {v.metadata.id for v in variants}
+    if facts.builts[0].id in ids and facts.evaluation is not None:
+        relation = " What is here is, byte for byte, what was judged."
+    elif facts.evaluation is not None:
+        relation = f" It was built again, from the judged source, for more architectures than the judged `{facts.builts[0].id}`."
+    else:
+        relation = ""
+    return (
+        "The compiled variants were built with ninja by autokernel_hf, not by kernel-builder, against torch's stable ABI "
+        f"of version 2.11; `kernel-abi-check` finds them clean for Python {packages.PYTHON_ABI} and "
+        f"{packages.MANYLINUX}.{relation}"
+    )
+
+
+# --- what it does -------------------------------------------------------------------------------------------------
+
+
+def _measured_on(facts: Facts) -> str:
+    device = _device(facts)
+    if device is None:
+        return ""
+    units = "cores" if device.kind == "cpu" else "multiprocessors"
+    versions = [f"torch {device.torch}"]
+    versions += [
+        f"{n} {v}"
+        for n, v in (("triton", device.triton), ("CUDA", device.cuda), ("driver", device.driver))
+        if v
+    ]
+    return f"On {device.name} ({device.arch}, {device.units} {units}), {', '.join(versions)}, {device.date[:10]}."
+
+
+def _measured(evaluation: Evaluation | None) -> str:
+    rows = [w for w in evaluation.workloads if w.latency_us is not None] if evaluation is not None else []
+    if not rows:
+        return ""
+    eager = any(w.speedup_vs_eager is not None and w.baseline != "eager" for w in rows)
+    rate = any(w.gb_s is not None or w.tflops is not None for w in rows)
+    headers = ["shape", "dtype", "this kernel", "fastest peer", "its time", "speed-up (95 %)"]
+    headers += ["against eager (95 %)"] if eager else []
+    headers += ["rate"] if rate else []
+    lines = []
+    for w in rows:
+        line = [w.shape, w.dtype, _time(w.latency_us), w.baseline or "–", _time(w.baseline_us)]
+        line.append(_speedup(w.speedup, w.ci95))
+        line += [_speedup(w.speedup_vs_eager, w.ci95_vs_eager)] if eager else []
+        line += [_rate(w)] if rate else []
+        lines.append(line)
+    text = _table(headers, lines)
+    peers = [f"- {w.shape} {w.dtype}: {_peers(w)}" for w in rows if w.peers_us]
+    return text + ("\n\nAll peers:\n\n" + "\n".join(peers) if peers else "")
+
+
+def _peers(w: WorkloadResult) -> str:
+    return ", ".join(
+        f"{name} {_time(us)}" for name, us in sorted(w.peers_us.items(), key=lambda item: item[1])
+    )
+
+
+def _time(us: float | None) -> str:
+    if us is None:
+        return "–"
+    return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.3g} ms"
+
+
+def _speedup(value: float | None, interval: Interval | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}×" + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval is not None else "")
+
+
+def _rate(w: WorkloadResult) -> str:
+    words = [f"{w.gb_s:.3g} GB/s"] if w.gb_s is not None else []
+    words += [f"{w.tflops:.3g} TFLOP/s"] if w.tflops is not None and w.gb_s is None else []
+    words += [f"{w.pct_peak:.0f} % of peak"] if w.pct_peak is not None else []
+    return ", ".join(words) or "–"
+
+
+def _measured_how(evaluation: Evaluation) -> str:
+    source = (
+        "They are from a confirmation run of their own, not from the search that chose this kernel."
+        if evaluation.confirmed
+        else "They are from the run that judged this kernel."
+    )
+    return (
+        "Kernel and peer are timed in turn within each round, with fresh inputs; a speed-up is the peer's time over the "
+        "kernel's, as the median of the paired ratios with its 95 % interval. The fastest peer is the fastest of those "
+        f"whose numbers are right. {source}"
+    )
+
+
+def _why_not_measured(facts: Facts) -> str:
+    if facts.evaluation is None:
+        return ": exported from a file, without a run"
+    if facts.candidate.backend == "triton":
+        return ": without a GPU a Triton kernel is checked in the interpreter and never timed"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified:
+    intro: str
+    table: str
+    lines: tuple[str, ...]
+
+
+def _verified(verification: Verification | None, profile: Profile | None) -> _Verified | None:
+    if verification is None:
+        return None
+    model = profile.model if profile is not None else None
+    what = "The model"
+    if model is not None:
+        shape = " × ".join(map(str, model.input_shape))
+        what = f"{public_model(model)} ({model.architecture}, {model.weights} weights, input {shape}, {model.dtype})"
+    targets = ", ".join(sorted(verification.kernel_calls))
+    latency = verification.latency_ms
+    columns = (
+        ("eager", latency.eager),
+        ("eager, with the kernels", latency.eager_kernels),
+        ("torch.compile", latency.compile),
+        ("torch.compile, with the kernels", latency.compile_kernels),
+        ("torch.compile with CUDA graphs", latency.compile_cudagraphs),
+        ("torch.compile with CUDA graphs and the kernels", latency.compile_kernels_cudagraphs),
+    )
+    rows = [(name, f"{ms:.4g}") for name, ms in columns if ms is not None]
+    ci = verification.speedup_ci95
+    lines = []
+    if verification.speedup.vs_eager is not None:
+        lines.append(f"against eager: {_speedup(verification.speedup.vs_eager, ci.vs_eager)}")
+    if verification.speedup.vs_compile is not None:
+        lines.append(
+            f"the best of torch.compile over the best with kernels: {_speedup(verification.speedup.vs_compile, ci.vs_compile)}"
+        )
+    lines.append(
+        "calls of each kernel in one pass: "
+        + ", ".join(f"{name} {count}" for name, count in sorted(verification.kernel_calls.items()))
+    )
+    error = verification.error
+    if error is not None:
+        words = [f"largest error {error.max_abs:.3g}", f"{error.ratio_to_eager:.2f} times eager's own"]
+        words += (
+            [f"top-1 agreement {100 * error.top1_agreement:.2f} %"]
+            if error.top1_agreement is not None
+            else []
+        )
+        words += [f"KL {error.kl:.3g}"] if error.kl is not None else []
+        lines.append("outputs against a run in higher precision: " + ", ".join(words))
+    lines += list(verification.notes)
+    return _Verified(
+        intro=f"{what}, one forward pass with all kernels of the run in place ({targets}), patched with the layers that "
+        "ship.",
+        table=_table(("forward pass", "ms"), rows) if rows else "",
+        lines=tuple(lines),
+    )
+
+
+def _numerics(facts: Facts, kernel_type: KernelType) -> Iterable[str]:
+    evaluation = facts.evaluation
+    yield f"Tolerance: {kernel_type.tolerance.why}."
+    if evaluation is None:
+        yield "Not judged: exported from a file, without a run."
+        return
+    stages = evaluation.stages
+    told = ", ".join(f"{name} {getattr(stages, name)}" for name in type(stages).model_fields)
+    yield f"Judged against a float64 oracle: {told}."
+    errors = [w for w in evaluation.workloads if w.max_abs_error is not None]
+    for w in errors:
+        ratio = f", {w.error_ratio:.2f} times that of torch in {w.dtype}" if w.error_ratio is not None else ""
+        yield f"{w.shape} {w.dtype}: largest error {w.max_abs_error:.3g}{ratio}."
+
+
+def _limits(facts: Facts, variants: Sequence[packages.Variant]) -> Iterable[str]:
+    yield "No backward: a call that needs a gradient raises instead of being silently wrong."
+    yield "Outputs are new and contiguous; inputs may have any strides."
+    if facts.candidate.backend == "triton":
+        yield "Without a GPU the package loads and its functions fail, except in Triton's interpreter."
+    else:
+        yield f"Linux with glibc 2.28 or later, torch 2.11 or later; variants: {', '.join(v.name for v in variants)}."
+    if facts.verification is not None or (facts.evaluation is not None and facts.evaluation.workloads):
+        yield "The figures above are of one machine and of these shapes; another may rank the peers differently."
+
+
+def _provenance(facts: Facts) -> Iterable[tuple[str, str]]:
+    yield "kernel type", f"`{facts.candidate.kernel_type}`, backend `{facts.candidate.backend}`"
+    shipped = packages.read_variants(Path(facts.package.path))
+    yield "id", ", ".join(dict.fromkeys(f"`{variant.metadata.id}`" for variant in shipped))
+    yield "source (SHA-256)", f"`{hashlib.sha256(facts.candidate.source.encode()).hexdigest()}`"
+    yield "made by", f"autokernel_hf {__version__}"
+    model = facts.profile.model if facts.profile is not None else None
+    if model is not None:
+        yield "for the model", public_model(model)
+        if model.revision is not None:
+            yield "at revision", f"`{model.revision}`"
+        yield "its weights", model.weights
+    if facts.commit is not None:
+        yield "commit of the run", f"`{facts.commit}`"
+    yield "licence", facts.license
+
+
+def _reproduce(settings: RunSettings | None, profile: Profile | None) -> str:
+    """The command that makes the same run again, without anything of this machine in it."""
+    if settings is None or profile is None:
+        return ""
+    spec, model = settings.spec, profile.model
+    name = model.id if model.revision is not None or spec.random_weights else Path(model.id).name
+    words = ["autokernel-hf", "optimize", name]
+    if model.revision is not None:
+        words += ["--revision", model.revision]
+    words += ["--random-weights"] if spec.random_weights else []
+    words += ["--task", spec.task] if spec.task else []
+    words += ["--input-shape", ",".join(map(str, model.input_shape)), "--dtype", model.dtype]
+    words += ["--device", profile.device.kind]
+    words += ["--attn", spec.attn] if spec.attn else []
+    words += ["--seed", str(spec.seed)] if spec.seed else []
+    words += ["--backend", settings.backend] if settings.backend != "auto" else []
+    words += ["--proposer", settings.proposer] if settings.proposer != "playbook" else []
+    words += ["--llm", settings.llm] if settings.llm else []
+    words += ["--top", str(settings.top), "--max-experiments", str(settings.max_experiments)]
+    return shlex.join(words)

@@ -1,0 +1,373 @@
+"""Look at a kernel package, then load it in a fresh process with `kernels` alone and run it.
+
+The look comes first and runs nothing: names, metadata, digests, ABI, links. Code from a Hub runs only with
+`trust_remote_code`; a folder is the user's own. The fresh process knows torch and `kernels` and not this program; what
+its functions return is compared here, with the oracle of the kernel type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autokernel_hf import packages
+from autokernel_hf.binding import code_schema
+from autokernel_hf.errors import PackageError
+from autokernel_hf.hub_client import TELEMETRY_VARIABLES, is_repo_id, is_true, newest_version, snapshot
+from autokernel_hf.kernels import kernel_types
+from autokernel_hf.kernels.base import DTYPES, KernelType, make_inputs, upcast
+from autokernel_hf.records import CheckReport, Workload
+
+logger = logging.getLogger(__name__)
+
+CHILD = Path(__file__).parent / "check_child.py"
+TIMEOUT_S = 300
+SEED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What the fresh process saw. `digest` is of the files that it really imported, metadata.json included."""
+
+    variant: str
+    id: str
+    past_variant: bool
+    functions: tuple[str, ...]
+    layers: tuple[str, ...]
+    digest: Mapping[str, str]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class LoadError(PackageError):
+    """The fresh process could not load the package; the message is the loader's own."""
+
+
+def check(
+    package_or_repo: str | Path, *, version: int | None = None, trust_remote_code: bool = False
+) -> CheckReport:
+    """Check a package folder or a kernel repository on a Hub.
+
+    Args:
+        package_or_repo: A folder, or `namespace/name`.
+        version: The version of a repository; its newest where not given.
+        trust_remote_code: Whether code from a Hub may run; without it a repository is only looked at.
+
+    Raises:
+        PackageError: It is no kernel package.
+        HubError: The Hub does not answer, or has no such repository or version.
+    """
+    folder = Path(package_or_repo)
+    if folder.is_dir():
+        return _check_folder(folder.resolve())
+    if not is_repo_id(str(package_or_repo)):
+        raise PackageError(
+            f"{package_or_repo} is neither a folder nor the name of a Hub repository.",
+            remedy="Give a package's folder, or namespace/name.",
+        )
+    repo_id = str(package_or_repo)
+    version = version if version is not None else newest_version(repo_id)
+    local = snapshot(repo_id, version)
+    if trust_remote_code:
+        return _report(local, repo_id=repo_id, version=version)
+    names, layers = _named(local)
+    return CheckReport(
+        loaded=False,
+        variant=None,
+        functions=names,
+        layers=layers,
+        problems=tuple(packages.inspect(local)),
+        notes=(f"looked at only: code of {repo_id} runs with --trust-remote-code",),
+    )
+
+
+def _check_folder(folder: Path) -> CheckReport:
+    return _report(folder)
+
+
+def _report(folder: Path, *, repo_id: str | None = None, version: int | None = None) -> CheckReport:
+    problems = packages.inspect(folder)
+    names, layers = _named(folder)
+    if problems:
+        # What is damaged or tampered with is not run.
+        return CheckReport(
+            loaded=False, variant=None, functions=names, layers=layers, problems=tuple(problems)
+        )
+    try:
+        loaded = load_fresh(folder, repo_id=repo_id, version=version)
+    except LoadError as error:
+        return CheckReport(loaded=False, variant=None, functions=names, layers=layers, problems=(str(error),))
+    return CheckReport(
+        loaded=True,
+        variant=loaded.variant,
+        functions=loaded.functions,
+        layers=loaded.layers,
+        problems=loaded.problems,
+        notes=loaded.notes,
+    )
+
+
+def _named(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Functions and layers by name, from the files of the first variant."""
+    first = next((p for p in sorted(packages.build_folder(folder).iterdir()) if p.is_dir()), None)
+    if first is None:
+        return (), ()
+    names = tuple(n for n in packages.exported_names(first) if n != "layers")
+    return names, packages.layer_names(first)
+
+
+# --- the fresh process --------------------------------------------------------------------------------------------
+
+
+def load_fresh(
+    folder: Path,
+    *,
+    repo_id: str | None = None,
+    version: int | None = None,
+    cache: Path | None = None,
+    run: bool = True,
+) -> Loaded:
+    """Load a package in a process of its own and call its functions.
+
+    Args:
+        folder: The package on disk; what is loaded, unless a repository is named.
+        repo_id: Load this repository through `get_kernel` instead. Its code runs: ask before.
+        cache: An empty folder, to download into in place of the user's cache.
+        run: Whether to call the functions whose kernel type is known.
+
+    Raises:
+        LoadError: It does not load here, with the loader's reason.
+    """
+    variants = packages.read_variants(folder)
+    no_gpu = not torch.cuda.is_available()
+    device = "cpu" if no_gpu else "cuda"
+    calls = list(_calls(variants, device)) if run else []
+    noarch = next((v for v in variants if v.name.startswith("torch-") and not v.libraries), None)
+    with tempfile.TemporaryDirectory(prefix="autokernel_hf-check-") as temporary:
+        work = Path(temporary)
+        torch.save([_as_saved(call) for call in calls], work / "calls.pt")
+        request = {
+            "folder": None if repo_id else str(folder),
+            "repo_id": repo_id,
+            "version": version,
+            "fallback": str(noarch.path.absolute()) if no_gpu and noarch is not None else None,
+            "device": device,
+            "calls": str(work / "calls.pt"),
+            "limit": 2 if no_gpu and noarch is not None else 12,
+            "outcomes": str(work / "outcomes.pt"),
+            "report": str(work / "report.json"),
+        }
+        (work / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        ended = _run_child(work, _child_env(no_gpu, cache))
+        if not (work / "report.json").exists():
+            raise LoadError(f"The process that loads the package ended early ({ended}).")
+        report = json.loads((work / "report.json").read_text(encoding="utf-8"))
+        if not report["loaded"]:
+            logger.debug("%s", report.get("traceback"))
+            raise LoadError(_why_not_loaded(report["error"]))
+        outcomes = _read_outcomes(work / "outcomes.pt")
+    problems: list[str] = []
+    if outcomes is None:
+        problems.append(f"a call of its functions ended the process ({ended})")
+    if report.get("imported"):
+        problems.append(f"it imports {report['imported'][0]}: it would not load where that is not installed")
+    problems += [
+        f"layer {layer['name']} {problem}" for layer in report["layers"] for problem in layer["problems"]
+    ]
+    found, notes = _compare(report["functions"], calls, outcomes or [])
+    if report["past_variant"]:
+        notes.insert(0, f"no GPU here: {report['variant']} was run in Triton's interpreter")
+    functions = tuple(f["name"] for f in report["functions"])
+    if not functions and not report["layers"]:
+        problems.append("it offers neither functions nor layers")
+    return Loaded(
+        variant=report["variant"],
+        id=report["id"],
+        past_variant=report["past_variant"],
+        functions=functions,
+        layers=tuple(layer["name"] for layer in report["layers"]),
+        digest=report["digest"],
+        problems=tuple(problems + found),
+        notes=tuple(notes),
+    )
+
+
+def _run_child(work: Path, env: dict[str, str]) -> str:
+    """Run the child to its end; how it ended, in words."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(CHILD), str(work / "request.json")],
+        cwd=work,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        _, words = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"still running after {TIMEOUT_S} s"
+    finally:
+        # Whatever it has started ends with it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    logger.debug("%s", words)
+    code = process.returncode
+    last = words.strip().splitlines()[-1:] or [""]
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {last[0]}"
+
+
+def _child_env(no_gpu: bool, cache: Path | None) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    silenced = [name for name in TELEMETRY_VARIABLES if is_true(env.get(name))]
+    if silenced:
+        # The variables reach this one process only; see TELEMETRY_VARIABLES.
+        logger.warning(
+            "%s is unset for the process that loads the package: kernels 0.17 cannot talk to a Hub with it. "
+            "Its requests then name the versions of kernels, Python and torch.",
+            ", ".join(silenced),
+        )
+        for name in silenced:
+            del env[name]
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    # A package that another variable points elsewhere would not be the one that is checked.
+    env.pop("LOCAL_KERNELS", None)
+    if no_gpu:
+        env["TRITON_INTERPRET"] = "1"
+    if cache is not None:
+        env["HF_HUB_CACHE"] = env["KERNELS_CACHE"] = str(cache)
+    return env
+
+
+def _why_not_loaded(error: str) -> str:
+    """The loader's words in brief, without its tables."""
+    text = error.split(": ", 1)[1] if re.match(r"\w+: ", error) else error
+    if "Cannot find a build variant" in text:
+        rejected = re.findall(r"^.*?(torch[\w-]+).*$", text.split("\n\n", 1)[-1], re.MULTILINE)
+        return f"No variant is for this machine: it has {', '.join(dict.fromkeys(rejected)) or 'none'}."
+    return f"It does not load: {error}"
+
+
+# --- calls and their outcomes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    kernel_type: KernelType
+    workload: Workload
+    args: Mapping[str, Any]
+
+
+def _calls(variants: Sequence[packages.Variant], device: str) -> Iterator[_Call]:
+    """Small calls of every function whose name is a kernel type's, dtypes in turn."""
+    names = dict.fromkeys(n for v in variants for n in packages.exported_names(v.path))
+    types = kernel_types()
+    for name in names:
+        kernel_type = types.get(name)
+        if kernel_type is None:
+            continue
+        for axes, options in kernel_type.sweep:
+            for dtype in kernel_type.dtypes:
+                workload = kernel_type.build(axes, dtype, options)
+                yield _Call(
+                    kernel_type=kernel_type,
+                    workload=workload,
+                    args=make_inputs(kernel_type, workload, SEED),
+                )
+
+
+def _as_saved(call: _Call) -> dict[str, Any]:
+    return {
+        "function": call.kernel_type.name,
+        "schemas": _operator_schemas(call.kernel_type),
+        "args": dict(call.args),
+    }
+
+
+def _operator_schemas(kernel_type: KernelType) -> list[str]:
+    """A type's schema as torch itself writes it, and the same with words as codes, as compiled operators have it."""
+    texts = (kernel_type.schema.text, code_schema(kernel_type))
+    return [str(torch._C.parse_schema(text)) for text in texts]
+
+
+def _read_outcomes(file: Path) -> list[dict[str, Any]] | None:
+    if not file.exists():
+        return None
+    loaded: list[dict[str, Any]] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def _compare(
+    functions: Sequence[Mapping[str, Any]], calls: Sequence[_Call], outcomes: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """Problems and notes from what the functions returned."""
+    problems, notes = [], []
+    called: dict[str, list[Mapping[str, Any]]] = {}
+    for outcome in outcomes:
+        called.setdefault(calls[outcome["call"]].kernel_type.name, []).append(outcome)
+    for function in functions:
+        name = function["name"]
+        mine = called.get(name, [])
+        if not mine:
+            notes.append(f"{name} was not called: no known kernel type has its schema")
+            continue
+        if all(outcome["refused"] is not None for outcome in mine):
+            problems.append(f"{name} refuses every input tried: {mine[0]['refused']}")
+        for outcome in mine:
+            call = calls[outcome["call"]]
+            where = f"{name} at {call.workload.label} {call.workload.dtype}"
+            if outcome["error"] is not None:
+                problems.append(f"{where} raises {outcome['error']}")
+            elif outcome["outputs"] is not None:
+                problems += [f"{where}: {p}" for p in _wrong(call, outcome["outputs"])]
+    return problems, notes
+
+
+def _wrong(call: _Call, outputs: Sequence[Tensor]) -> list[str]:
+    """What is wrong with a call's outputs, held against the type's oracle and its own tolerance."""
+    kernel_type, workload, args = call.kernel_type, call.workload, dict(call.args)
+    exact = kernel_type.oracle(**upcast(args))
+    plain = kernel_type.reference(**args)
+    if len(outputs) != len(exact):
+        return [f"{len(outputs)} outputs in place of {len(exact)}"]
+    problems = []
+    for output, wanted, torch_own in zip(outputs, exact, plain, strict=True):
+        if output.shape != wanted.shape or output.dtype != torch_own.dtype:
+            problems.append(
+                f"output is {tuple(output.shape)} {output.dtype}, not {tuple(wanted.shape)} {torch_own.dtype}"
+            )
+            continue
+        if wanted.numel() == 0:
+            continue
+        error = (output.double() - wanted).abs()
+        own = (torch_own.double() - wanted).abs().max().item()
+        scale = wanted.abs().clamp_min(wanted.square().mean().sqrt().item())
+        tolerance = kernel_type.tolerance
+        allowed = tolerance.k * own + (
+            tolerance.ulps * tolerance.growth(workload) * torch.finfo(DTYPES[workload.dtype]).eps * scale
+        )
+        # Written so that NaN, which compares as false, is wrong too.
+        right = error <= allowed
+        if not bool(right.all()):
+            problems.append(
+                f"wrong by up to {error.max().item():.3g} ({(~right).sum().item()} of {right.numel()} elements)"
+            )
+    return problems

@@ -1,0 +1,160 @@
+"""Load a kernel package with torch and `kernels` alone, and call its functions.
+
+Run by path in a process of its own (`python -I check_child.py request.json`), never imported: the package must work
+where this program is not installed, so its name is barred here.
+
+The request names a folder or a Hub repository, a file of calls (`torch.save`) and where to answer. Each call names a
+function, the operator schemas that it is meant for, and its arguments; a function with another schema is left alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.abc
+import inspect
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+BARRED = "autokernel_hf"
+
+
+class Bar(importlib.abc.MetaPathFinder):
+    """Makes one package as good as not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == BARRED:
+            raise ModuleNotFoundError(f"{name} is barred in this process", name=name)
+
+
+def load(request: dict[str, Any]) -> tuple[Any, bool]:
+    """The package's module, and whether it was loaded past the choice of a variant (see `fallback`)."""
+    from kernels import get_kernel, get_local_kernel
+
+    try:
+        if request["folder"] is not None:
+            return get_local_kernel(Path(request["folder"])), False
+        return get_kernel(request["repo_id"], version=request["version"], trust_remote_code=True), False
+    except FileNotFoundError:
+        # No variant is for this machine. One that needs no compiled code can still be run in Triton's interpreter.
+        if request["fallback"] is None:
+            raise
+        return get_local_kernel(Path(request["fallback"])), True
+
+
+def functions_of(module: Any) -> dict[str, Any]:
+    names = getattr(module, "__all__", None) or [n for n in dir(module) if not n.startswith("_")]
+    found = {name: getattr(module, name, None) for name in names}
+    return {
+        name: value
+        for name, value in found.items()
+        if callable(value)
+        and not inspect.isclass(value)
+        and not inspect.ismodule(value)
+        and getattr(value, "__module__", module.__name__).startswith((module.__name__, "torch"))
+    }
+
+
+def schema_of(module: Any, name: str) -> str | None:
+    """The operator schema behind a function, without its namespace; `SymInt` and `int` are one here."""
+    import torch
+
+    packet = getattr(getattr(torch.ops, module.__name__), name, None)
+    if packet is None:
+        return None
+    return str(packet.default._schema).removeprefix(f"{module.__name__}::").replace("SymInt", "int")
+
+
+def layers_of(module: Any) -> list[dict[str, Any]]:
+    import torch
+
+    layers = getattr(module, "layers", None)
+    found = []
+    for name, value in sorted(vars(layers).items()) if layers is not None else ():
+        if not (inspect.isclass(value) and issubclass(value, torch.nn.Module)):
+            continue
+        if not value.__module__.startswith(module.__name__):
+            continue
+        extra = {n for n, _ in inspect.getmembers(value)} - {
+            n for n, _ in inspect.getmembers(torch.nn.Module)
+        }
+        extra -= {"can_torch_compile", "has_backward"}
+        problems = [f"has a member of its own, {n}: kernelize refuses it" for n in sorted(extra)]
+        if value.__init__ is not torch.nn.Module.__init__:
+            problems.append("has a constructor of its own: kernelize refuses it")
+        found.append({"name": name, "problems": problems})
+    return found
+
+
+def run(module: Any, calls: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """Call functions until each has succeeded `limit` times; what came out, on the CPU."""
+    import torch
+
+    functions = functions_of(module)
+    done: dict[str, int] = {}
+    outcomes = []
+    for index, call in enumerate(calls):
+        name = call["function"]
+        if name not in functions or done.get(name, 0) >= limit:
+            continue
+        if schema_of(module, name) not in call["schemas"]:
+            continue
+        outcome: dict[str, Any] = {"call": index, "outputs": None, "refused": None, "error": None}
+        try:
+            with torch.no_grad():
+                result = functions[name](**call["args"])
+            outputs = result if isinstance(result, (tuple, list)) else (result,)
+            outcome["outputs"] = [t.detach().cpu() for t in outputs]
+            done[name] = done.get(name, 0) + 1
+        except NotImplementedError as error:
+            outcome["refused"] = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a package raises is a finding
+            outcome["error"] = f"{type(error).__name__}: {error}"
+        outcomes.append(outcome)
+    return outcomes
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.meta_path.insert(0, Bar())
+    sys.dont_write_bytecode = True
+    report: dict[str, Any] = {"loaded": False, "error": None}
+    answer = Path(request["report"])
+    try:
+        module, past_variant = load(request)
+    except Exception as error:  # noqa: BLE001 - whatever a package raises is a finding
+        report["error"] = f"{type(error).__name__}: {error}"
+        report["traceback"] = traceback.format_exc()
+        answer.write_text(json.dumps(report), encoding="utf-8")
+        return
+    import torch
+
+    folder = Path(module.__file__).parent
+    report |= {
+        "loaded": True,
+        "past_variant": past_variant,
+        "variant": folder.name,
+        "id": module.__name__,
+        "functions": [{"name": n, "schema": schema_of(module, n)} for n in sorted(functions_of(module))],
+        "layers": layers_of(module),
+        "digest": {
+            file.relative_to(folder).as_posix(): base64.b64encode(
+                hashlib.sha256(file.read_bytes()).digest()
+            ).decode()
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc"
+        },
+    }
+    # What is known by now is kept, should a call end the process.
+    answer.write_text(json.dumps(report), encoding="utf-8")
+    calls = torch.load(request["calls"], weights_only=True, map_location=request["device"])
+    torch.save(run(module, calls, request["limit"]), request["outcomes"])
+    report["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == BARRED)
+    answer.write_text(json.dumps(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

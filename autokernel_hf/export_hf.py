@@ -1,0 +1,296 @@
+"""Winners to Kernel Hub packages: the folders that were judged, byte for byte, with what a Hub wants beside them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+
+from autokernel_hf import card, packages
+from autokernel_hf.build import build
+from autokernel_hf.errors import CandidateError, PackageError, UsageError
+from autokernel_hf.records import (
+    Built,
+    Candidate,
+    DeviceInfo,
+    Evaluation,
+    Package,
+    Profile,
+    Verification,
+    write_atomically,
+)
+from autokernel_hf.runs import RunSettings
+from autokernel_hf.sources import source_files
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME = 80  # the Hub allows 96 for namespace and name together
+# Words of a Triton source that only NVIDIA's compiler knows: such a kernel gets no variant for AMD.
+_NVIDIA_ONLY = re.compile(
+    r"inline_asm_elementwise|extra\.cuda|float8_e4m3fn|tensor_descriptor|TensorDescriptor|experimental_descriptor"
+)
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def package_name(base: str, kernel_type: str | None) -> str:
+    """A name that the Kernel Hub takes: lowercase letters, digits and dashes, from a letter to a letter or digit.
+
+    Args:
+        base: What the user called it, or a model's name.
+        kernel_type: Added at the end where a run exports several kernels.
+
+    Raises:
+        UsageError: Nothing of it can stand in a name, or it is too long.
+    """
+    plain = unicodedata.normalize("NFKD", base).encode("ascii", "ignore").decode().lower()
+    stem = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    if stem and stem[0].isdigit():
+        stem = f"k-{stem}"
+    name = f"{stem}-{kernel_type.replace('_', '-')}" if kernel_type is not None and stem else stem
+    if not packages.is_name(name) or len(name) > MAX_NAME:
+        raise UsageError(
+            f"{base!r} cannot be made a kernel's name.",
+            remedy=f"Give one of 2 to {MAX_NAME} lowercase letters, digits and dashes with --name, such as gpt2-gelu.",
+        )
+    return name
+
+
+# --- staging ------------------------------------------------------------------------------------------------------
+
+
+def stage(
+    built: Built | Sequence[Built],
+    *,
+    candidate: Candidate,
+    name: str,
+    version: int = 1,
+    license: str = "apache-2.0",
+    out: Path,
+    interpreter: bool = False,
+) -> Package:
+    """Make `out/<name>`, a package without its card, from the folders that were judged.
+
+    The same candidate, builds, name and version give the same bytes. A package that is there under the name is
+    replaced; any other folder is not touched.
+
+    Args:
+        built: The build, or builds for several devices; the judged one first. Of two builds of one variant the one
+            for more architectures ships.
+        interpreter: Add a `torch-cpu` variant of a Triton kernel. It only runs in Triton's interpreter, so a published
+            one would fail on every CPU: for tests.
+
+    Raises:
+        PackageError: A build does not fit the Hub's rules (ABI, names), holds something private, or the folder is in
+            the way.
+    """
+    builts = (built,) if isinstance(built, Built) else tuple(built)
+    if not packages.is_name(name):
+        raise UsageError(f"{name!r} is not a kernel's name.", remedy="Use `package_name` to make one.")
+    destination = out / name
+    _refuse_foreign(destination)
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
+    try:
+        for one in _one_a_variant(builts):
+            for variant, backend in _variants_of(one, candidate, interpreter):
+                _copy_variant(one, temporary / "build" / variant, name, version, license, backend)
+        archs = tuple(dict.fromkeys(arch for one in builts for arch in one.archs))
+        for path, text in source_files(
+            candidate, name=name, version=version, license=license, archs=archs
+        ).items():
+            write_atomically(temporary / path, text)
+        _refuse_unfit(temporary, name)
+        _make_readable(temporary)
+        if destination.exists():
+            shutil.rmtree(destination)
+        temporary.rename(destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    first = packages.read_variants(destination)[0].path
+    exported = packages.exported_names(first)
+    return Package(
+        path=str(destination),
+        name=name,
+        version=version,
+        variants=tuple(v.name for v in packages.read_variants(destination)),
+        functions=tuple(n for n in exported if n != "layers"),
+        layers=packages.layer_names(first),
+    )
+
+
+def _one_a_variant(builts: Sequence[Built]) -> list[Built]:
+    """The builds to ship: of several for one variant, the one whose binary serves all their architectures."""
+    chosen: dict[str, Built] = {}
+    for variant in dict.fromkeys(built.variant for built in builts):
+        rivals = [built for built in builts if built.variant == variant]
+        wanted = {arch for built in rivals for arch in built.archs}
+        complete = [built for built in rivals if wanted <= set(built.archs)]
+        if not complete:
+            raise PackageError(
+                f"No build of {variant} serves all of {', '.join(sorted(wanted))}.",
+                remedy="Build one binary for all of them.",
+            )
+        chosen[variant] = complete[0]
+    return list(chosen.values())
+
+
+def _variants_of(built: Built, candidate: Candidate, interpreter: bool) -> list[tuple[str, str]]:
+    """The variants that a build ships as, with their backends."""
+    if candidate.backend != "triton":
+        return [(built.variant, packages.backend_of_variant(built.variant))]
+    backends = ["cuda"]
+    if not _NVIDIA_ONLY.search(candidate.source):
+        backends.append("rocm")
+    if interpreter:
+        backends.append("cpu")
+    return [(f"torch-{backend}", backend) for backend in backends]
+
+
+def _copy_variant(built: Built, target: Path, name: str, version: int, license: str, backend: str) -> None:
+    if target.exists():
+        raise PackageError(
+            f"Two builds are for the variant {target.name}.", remedy="Export them as two packages."
+        )
+    target.mkdir(parents=True)
+    for path, file in packages.files_of(Path(built.path)):
+        if path == "metadata.json":
+            continue
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target / path)
+    packages.write_metadata(
+        target,
+        name=name,
+        id=built.id,
+        version=version,
+        license=license,
+        backend=backend,
+        archs=built.archs if backend == "cuda" else None,
+    )
+
+
+def _refuse_foreign(destination: Path) -> None:
+    """Keep away from a folder that is no package of ours."""
+    if not destination.exists():
+        return
+    if not destination.is_dir() or (any(destination.iterdir()) and not (destination / "build").is_dir()):
+        raise PackageError(
+            f"{destination} is in the way: it is no package.", remedy="Remove it, or choose another name."
+        )
+
+
+def _refuse_unfit(package: Path, name: str) -> None:
+    problems = packages.inspect(package)
+    if problems:
+        raise PackageError(
+            f"{name} would not load everywhere: {problems[0]}.",
+            remedy="This is a fault of the build; run `autokernel-hf doctor`, and report it with the compiler's version.",
+        )
+    private = packages.private_strings(package)
+    if private:
+        raise PackageError(
+            f"{name} would publish something private: {private[0]}.",
+            remedy="Remove it from the candidate's source and export again.",
+        )
+
+
+def _make_readable(package: Path) -> None:
+    """The usual rights, whatever the temporary folder's were."""
+    package.chmod(0o755)
+    for path in package.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+# --- the card -----------------------------------------------------------------------------------------------------
+
+
+def write_card(
+    package: Package,
+    *,
+    candidate: Candidate,
+    built: Built | Sequence[Built],
+    evaluation: Evaluation | None = None,
+    verification: Verification | None = None,
+    profile: Profile | None = None,
+    run_settings: RunSettings | None = None,
+    device: DeviceInfo | None = None,
+    commit: str | None = None,
+) -> Path:
+    """Write a staged package's README.md from the records of its run.
+
+    Args:
+        device: Where `evaluation` was measured, where neither `verification` nor `profile` says it.
+        commit: The commit of the run's repository that holds the candidate.
+
+    Raises:
+        PackageError: Something private got into it.
+    """
+    folder = Path(package.path)
+    metadata = packages.read_variants(folder)[0].metadata
+    text = card.render(
+        card.Facts(
+            package=package,
+            candidate=candidate,
+            builts=(built,) if isinstance(built, Built) else tuple(built),
+            license=metadata.license,
+            evaluation=evaluation,
+            verification=verification,
+            profile=profile,
+            settings=run_settings,
+            device=device,
+            commit=commit,
+        )
+    )
+    path = folder / "README.md"
+    write_atomically(path, text)
+    path.chmod(0o644)
+    private = [found for found in packages.private_strings(folder) if found.startswith("README.md")]
+    if private:
+        path.unlink()
+        raise PackageError(
+            f"The card would publish something private: {private[0]}.",
+            remedy="Run with a model name that holds no local path.",
+        )
+    return path
+
+
+def export_file(
+    candidate: Candidate,
+    name: str,
+    *,
+    version: int = 1,
+    license: str = "apache-2.0",
+    archs: Sequence[str] = (),
+    device: str = "cpu",
+    out: Path = Path("packages"),
+    evaluation: Evaluation | None = None,
+) -> Package:
+    """A package from one candidate file: built, staged, with a card that says it was not part of a run.
+
+    Args:
+        archs: CUDA architectures, as the Hub writes them (8.0, 9.0a, 9.0+PTX); that of the GPU here where empty.
+        evaluation: What the judge said of it, where it was asked.
+
+    Raises:
+        AutokernelError: The candidate breaks its contract, does not compile, or the package is refused.
+    """
+    if archs and candidate.backend != "cuda":
+        raise CandidateError(
+            f"A {candidate.backend} kernel has no CUDA architectures.", remedy="Leave --archs away."
+        )
+    made = build(candidate, archs=tuple(archs), device=device)
+    package = stage(
+        made,
+        candidate=candidate,
+        name=package_name(name, None),
+        version=version,
+        license=license,
+        out=out,
+    )
+    write_card(package, candidate=candidate, built=made, evaluation=evaluation)
+    return package

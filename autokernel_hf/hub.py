@@ -1,0 +1,409 @@
+"""Publish packages to the Kernel Hub, and use published ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from autokernel_hf import packages
+from autokernel_hf.card import repo_placeholder
+from autokernel_hf.check import LoadError, load_fresh
+from autokernel_hf.errors import HubError, PackageError, UsageError
+from autokernel_hf.hub_client import (
+    api,
+    check_repo_id,
+    friendly,
+    is_repo_id,
+    newest_version,
+    refuse_broken_telemetry,
+    retrying,
+    snapshot,
+    token,
+)
+from autokernel_hf.kernels import kernel_types
+from autokernel_hf.kernels.base import DTYPE_NAMES
+from autokernel_hf.patch import Patch, apply_sites, restore_sites
+from autokernel_hf.records import Package, Published, Site
+
+logger = logging.getLogger(__name__)
+
+# What a package keeps beside its builds; on the Hub it stands on the main branch with the card.
+SOURCE_FOLDERS = ("torch-ext", "src", "tests", "benchmarks")
+SOURCE_FILES = ("README.md", "build.toml")
+
+
+# --- publish ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What goes where: contents by path, for the version's branch and for main."""
+
+    branch: Mapping[str, bytes]
+    main: Mapping[str, bytes]
+    variants: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.branch, *self.main}))
+
+
+def publish(
+    package: Package | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    message: str | None = None,
+    version: int | None = None,
+) -> Published:
+    """Upload a package to a kernel repository, then load it back from there in a fresh process.
+
+    All of it goes to the branch `v<version>`, each variant in place of what it held before; other variants and other
+    versions stay. The card and the sources of the newest version also go to `main`. Publishing again after an interruption goes on where it
+    stopped; publishing what is there already changes nothing.
+
+    Args:
+        repo_id: `namespace/name`; created where it does not exist.
+        private: Make a new repository private. An existing public one is refused.
+        dry_run: Only list the files; nothing is sent, and no token is needed.
+        message: The commit message.
+        version: The version to publish as, where it is not the package's own.
+
+    Raises:
+        UsageError: `repo_id` is not a valid name.
+        PackageError: The package is damaged, incomplete, or holds something private.
+        HubError: The Hub refuses or cannot be reached; or what it serves is not what was uploaded.
+    """
+    folder = Path(package.path if isinstance(package, Package) else package)
+    check_repo_id(repo_id)
+    own_version, wanted = _inspected(folder, version)
+    plan = _plan(folder, repo_id, own_version, wanted)
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    url = f"{endpoint}/kernels/{repo_id}"
+    if dry_run:
+        return Published(
+            repo_id=repo_id, url=url, version=wanted, revision=None, files=plan.files, loaded=False
+        )
+    token()
+    client = api()
+    branch = f"v{wanted}"
+    with friendly("create the repository", repo_id):
+        retrying(
+            lambda: client.create_repo(repo_id, repo_type="kernel", private=private or None, exist_ok=True)
+        )
+        info = retrying(lambda: client.repo_info(repo_id, repo_type="kernel"))
+    if private and info.private is False:
+        raise HubError(
+            f"{repo_id} exists and is public.",
+            remedy="Choose another name, make it private on its page, or publish without --private.",
+        )
+    with friendly(f"create the branch {branch}", repo_id):
+        retrying(lambda: client.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True))
+    title = message or f"Build {folder.name} with autokernel_hf"
+    sources = [f"{name}/" for name in SOURCE_FOLDERS]
+    builds = [f"build/{variant}/" for variant in plan.variants]
+    revision = _commit(client, repo_id, branch, plan.branch, [*builds, *sources], title)
+    if wanted >= newest_version(repo_id):
+        _commit(client, repo_id, "main", plan.main, sources, title)
+    loaded = _load_back(repo_id, wanted, plan)
+    return Published(
+        repo_id=repo_id, url=url, version=wanted, revision=revision, files=plan.files, loaded=loaded
+    )
+
+
+def _inspected(folder: Path, version: int | None) -> tuple[int, int]:
+    """The package's own version and the one to publish, once nothing is wrong with the package."""
+    problems = packages.inspect(folder)
+    if problems:
+        raise PackageError(
+            f"{folder} cannot be published: {problems[0]}{_and_more(problems)}.",
+            remedy="Export it again; `autokernel-hf check` lists all problems.",
+        )
+    variants = packages.read_variants(folder)
+    own = {v.metadata.version for v in variants}
+    if len(own) != 1 or len({v.metadata.name for v in variants}) != 1:
+        raise PackageError(
+            f"The variants of {folder} have different names or versions.", remedy="Export it again."
+        )
+    if not (folder / "README.md").is_file():
+        raise PackageError(f"{folder} has no card (README.md).", remedy="Export it again, or write one.")
+    private = packages.private_strings(folder)
+    if private:
+        raise PackageError(
+            f"{folder} holds something private: {private[0]}{_and_more(private)}.",
+            remedy="Remove it; a file of `build` must be built again without it.",
+        )
+    (package_version,) = own
+    return package_version, version if version is not None else package_version
+
+
+def _and_more(items: Sequence[str]) -> str:
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
+def _plan(folder: Path, repo_id: str, own_version: int, version: int) -> _Plan:
+    branch: dict[str, bytes] = {}
+    main: dict[str, bytes] = {}
+    for path, file in packages.files_of(folder):
+        content = file.read_bytes()
+        top = path.partition("/")[0]
+        if top == "build":
+            if path.endswith("/metadata.json") and version != own_version:
+                content = _with_version(content, version)
+            branch[path] = content
+        elif top in SOURCE_FOLDERS or path in SOURCE_FILES:
+            if path == "README.md":
+                content = _addressed(content.decode(), folder, repo_id, own_version, version).encode()
+            main[path] = branch[path] = content
+    variants = tuple(sorted({path.split("/")[1] for path in branch if path.startswith("build/")}))
+    return _Plan(branch=branch, main=main, variants=variants)
+
+
+def _with_version(metadata: bytes, version: int) -> bytes:
+    return (json.dumps({**json.loads(metadata), "version": version}, indent=2) + "\n").encode()
+
+
+def _addressed(card: str, folder: Path, repo_id: str, own_version: int, version: int) -> str:
+    """The card with the repository's name and version in its code, so that it runs as printed."""
+    name = packages.read_variants(folder)[0].metadata.name
+    text = card.replace(repo_placeholder(name), repo_id)
+    return re.sub(rf"\bversion={own_version}\b", f"version={version}", text)
+
+
+def _commit(
+    client: Any, repo_id: str, branch: str, contents: Mapping[str, bytes], owned: Sequence[str], title: str
+) -> str:
+    """One commit that makes the owned folders hold exactly `contents`; the branch's head after it."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    with friendly(f"upload to {branch}", repo_id):
+        tree = retrying(
+            lambda: list(client.list_repo_tree(repo_id, repo_type="kernel", revision=branch, recursive=True))
+        )
+        there = [item.path for item in tree if hasattr(item, "blob_id")]
+        stale = [p for p in there if p not in contents and p.startswith(tuple(owned))]
+        # The operations are made anew for each try: the client marks them as used.
+        commit = retrying(
+            lambda: client.create_commit(
+                repo_id,
+                repo_type="kernel",
+                revision=branch,
+                commit_message=title,
+                operations=[
+                    *(CommitOperationAdd(path, content) for path, content in sorted(contents.items())),
+                    *(CommitOperationDelete(path) for path in stale),
+                ],
+            )
+        )
+    return str(commit.oid)
+
+
+def _load_back(repo_id: str, version: int, plan: _Plan) -> bool:
+    """Download what was published, hold it against what was uploaded, and load it in a fresh process.
+
+    Returns:
+        Whether it loaded here; False where no variant is for this machine, or its functions fail.
+
+    Raises:
+        HubError: The Hub serves other bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="autokernel_hf-published-") as temporary:
+        served = snapshot(repo_id, version, into=Path(temporary) / "files")
+        for path, content in plan.branch.items():
+            if path.startswith("build/") and _read(served / path) != content:
+                raise HubError(
+                    f"{repo_id} serves another {path} than was uploaded.",
+                    remedy="Publish again; if it stays so, tell the Hub's support.",
+                )
+        try:
+            loaded = load_fresh(served, repo_id=repo_id, version=version, cache=Path(temporary) / "cache")
+        except LoadError as error:
+            logger.warning("%s is published, but was not loaded back: %s", repo_id, error)
+            return False
+        prefix = f"build/{loaded.variant}/"
+        for path, content in plan.branch.items():
+            if path.startswith(prefix) and loaded.digest.get(
+                path.removeprefix(prefix)
+            ) != packages.base64_sha256(content):
+                raise HubError(
+                    f"The fresh process loaded another {path} than was uploaded.", remedy="Publish again."
+                )
+    for problem in loaded.problems:
+        logger.warning("%s: %s", repo_id, problem)
+    return not loaded.problems
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+# --- load ---------------------------------------------------------------------------------------------------------
+
+
+def load(
+    name_or_folder: str | Path, *, version: int | None = None, trust_remote_code: bool = False
+) -> ModuleType:
+    """A kernel package's module: `kernels.get_kernel`, or `kernels.get_local_kernel` for a folder.
+
+    Args:
+        version: The version of a Hub repository; needed there, of no meaning for a folder.
+        trust_remote_code: Whether code of publishers whom the Hub does not list as trusted may run.
+
+    Raises:
+        PackageError: No variant is for this machine, or the package is damaged.
+        HubError: The Hub does not answer, has no such repository or version, or its publisher is not trusted.
+        UsageError: Neither a folder nor a repository, or a repository without a version.
+    """
+    import kernels
+
+    folder = Path(name_or_folder).expanduser()
+    if folder.is_dir():
+        with _loading(str(name_or_folder)):
+            local: ModuleType = kernels.get_local_kernel(folder.resolve())
+        return local
+    repo_id = str(name_or_folder)
+    if not is_repo_id(repo_id):
+        raise UsageError(f"There is no folder {name_or_folder}.", remedy="Give a folder, or namespace/name.")
+    refuse_broken_telemetry()
+    if version is None:
+        raise UsageError(
+            f"Which version of {repo_id}?", remedy=f"Say version={newest_version(repo_id)}, its newest one."
+        )
+    with _loading(repo_id), friendly("load the kernel", repo_id):
+        loaded: ModuleType = kernels.get_kernel(repo_id, version=version, trust_remote_code=trust_remote_code)
+    return loaded
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn what the loader raises into one sentence and a remedy."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise PackageError(
+            f"{name} has no variant for this machine.\n{error}",
+            remedy="It lists above what it has, and why each was refused.",
+        ) from error
+    except ImportError as error:
+        raise PackageError(
+            f"{name} does not load: {error}.", remedy="`autokernel-hf check` looks into it."
+        ) from error
+    except ValueError as error:
+        words = str(error)
+        if "trust" in words:
+            raise HubError(
+                f"The publisher of {name} is not on the Hub's list of trusted ones.",
+                remedy="Read its code; if you trust it, say trust_remote_code=True (--trust-remote-code).",
+            ) from error
+        raise PackageError(f"{name} does not load: {words}") from error
+
+
+def download(repo_id: str, *, version: int | None = None, folder: Path) -> Path:
+    """A version of a kernel repository in a folder: builds, sources and card. Nothing of it is run.
+
+    Raises:
+        HubError: There is no such repository or version, or the Hub does not answer.
+    """
+    version = version if version is not None else newest_version(repo_id)
+    return snapshot(repo_id, version, into=folder, patterns=None)
+
+
+# --- apply --------------------------------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=nn.Module)
+
+_applied: weakref.WeakKeyDictionary[nn.Module, list[Patch]] = weakref.WeakKeyDictionary()
+
+
+def apply(
+    model: M, name_or_folder: str | Path, *, version: int | None = None, trust_remote_code: bool = False
+) -> M:
+    """Replace every place of a model that a package's layers fit, in this process, until `restore`.
+
+    Args:
+        model: In eval mode; it is changed and returned.
+        name_or_folder, version, trust_remote_code: As for `load`.
+
+    Raises:
+        PackageError: Nothing was replaced; the message says why.
+        ModelError: A place is replaced already.
+        UsageError: The model is in training mode, and the package has no backward.
+    """
+    module = load(name_or_folder, version=version, trust_remote_code=trust_remote_code)
+    variant = Path(str(module.__file__)).parent
+    layers = getattr(module, "layers", None)
+    names = [name for name in packages.exported_names(variant) if name in kernel_types()]
+    if layers is None or not names:
+        raise PackageError(
+            f"{name_or_folder} has no layers of a kernel type that this program knows.",
+            remedy="Use its functions, or kernels.kernelize with a mapping of your own.",
+        )
+    if model.training and not all(
+        getattr(getattr(layers, layer), "has_backward", True) for layer in packages.layer_names(variant)
+    ):
+        raise UsageError(
+            "The model is in training mode, and this package has no backward.", remedy="Call model.eval()."
+        )
+    fitting: list[Site] = []
+    passed_over: list[str] = []
+    for name in names:
+        usable = packages.usable_layers(variant, name)
+        dtypes = packages.domain(variant).get("dtype", ())
+        for site in kernel_types()[name].find(model):
+            dtype = _dtype_at(model, site)
+            if site.layer not in usable:
+                passed_over.append(f"{site.name} needs {site.layer}")
+            elif dtypes and dtype is not None and dtype not in dtypes:
+                passed_over.append(f"{site.name} runs in {dtype}")
+            else:
+                fitting.append(site)
+    if not fitting:
+        told = f": {passed_over[0]}{_and_more(passed_over)}" if passed_over else ""
+        raise PackageError(
+            f"Nothing in this {type(model).__name__} fits {name_or_folder}{told}.",
+            remedy=f"It replaces {', '.join(names)} in its domain ({_domain_text(variant)}).",
+        )
+    if passed_over:
+        logger.warning("left as they are: %s%s", passed_over[0], _and_more(passed_over))
+    _applied.setdefault(model, []).append(apply_sites(model, fitting, dict.fromkeys(names, layers)))
+    logger.info("%s replaces %d places of %s", name_or_folder, len(fitting), type(model).__name__)
+    return model
+
+
+def restore(model: M) -> M:
+    """Undo every `apply` on a model; one that was never changed stays as it is."""
+    for patch in reversed(_applied.pop(model, [])):
+        restore_sites(patch)
+    return model
+
+
+def _dtype_at(model: nn.Module, site: Site) -> str | None:
+    """The dtype of a site's own weights, else of the model's; None without any."""
+    places = [model.get_submodule(site.path)] if site.attach == "module" else []
+    for place in (*places, model):
+        for parameter in place.parameters():
+            if parameter.is_floating_point():
+                return DTYPE_NAMES.get(parameter.dtype)
+    return None
+
+
+def _domain_text(variant: Path) -> str:
+    return (
+        "; ".join(f"{name}: {', '.join(words)}" for name, words in packages.domain(variant).items()) or "any"
+    )
