@@ -196,8 +196,9 @@ def fetch(
             return _check_snapshot(path, weights)
         files = [sibling.rfilename for sibling in info.siblings or ()]
         wanted, gguf = _wanted(repo_id, files, weights=weights, code=code)
-        folder = Path(snapshot_download(repo_id, revision=info.sha, allow_patterns=wanted))
-    return check_folder(folder, gguf=gguf, revision=info.sha, weights=weights)
+        # By the name that was asked for, so that the cache knows it offline; the folder is named by the commit.
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
+    return check_folder(folder, gguf=gguf, revision=folder.name, weights=weights)
 
 
 def _wanted(repo_id: str, files: Sequence[str], *, weights: bool, code: bool) -> tuple[list[str], str | None]:
