@@ -45,7 +45,8 @@ class Fit:
             the whole makes it broadcast to it.
         dtypes: For each tensor argument its dtypes: `x` the first argument's, other words their own; the first
             argument itself is not listed (the type's `dtypes` are its domain).
-        rules: (relation, a, b): `multiple` a is a multiple of b, `at_most` a <= b; b is a size or a number.
+        rules: (relation, a, b): `multiple` size a is a multiple of b (a size or a number), `at_most` size a <= b,
+            `same_rank` for tensors, `with_float8` where tensor a is float8, b must be given.
     """
 
     shapes: Mapping[str, str]
@@ -74,7 +75,12 @@ FITS: dict[str, Fit] = {
             "scale_a": "float32",
             "scale_b": "float32",
         },
-        rules=(("same_rank", "a", "b"), ("same_rank", "a", "residual")),
+        rules=(
+            ("same_rank", "a", "b"),
+            ("same_rank", "a", "residual"),
+            ("with_float8", "a", "scale_a"),
+            ("with_float8", "a", "scale_b"),
+        ),
     ),
     "softmax": Fit(shapes={"x": "*"}, dtypes={}),
     "layernorm": Fit(shapes=_ROWS, dtypes=_PARAMETERS),
@@ -219,7 +225,7 @@ def binding_source(kernel_type: KernelType, backend: Backend, levels: tuple[str,
     lines += [f'  ak::same_device(kOp, "{t.name}", {t.name}, {first});' for t in tensors[1:]]
     lines += [f"  {line}" for line in _check_dtypes(kernel_type)]
     lines += [f"  {line}" for line in _check_shapes(kernel_type)]
-    lines += [f"  {a.name} = ak::dimension(kOp, {a.name}, {first});" for a in args if _is_dimension(a)]
+    lines += [f"  {a.name} = ak::dimension(kOp, {a.name}, {first});" for a in args if is_dimension(a)]
     for arg in (a for a in args if a.type == "float?"):  # an attention's scale, the only one there is
         given = f"{arg.name}_given ? ak::number({arg.name}_value)"
         lines.append(f"  const double {arg.name} = {given} : 1.0 / sqrt((double){first}.back(1));")
@@ -345,11 +351,15 @@ def _check_shapes(kernel_type: KernelType) -> Iterable[str]:
         else:
             test = " || ".join(f"({_alternative(name, a.split(), leader)})" for a in shape.split("|"))
         yield f"if ({name}.present() && !({test})) [[unlikely]]"
-        yield f'  ak::bad_shape(kOp, "{name}", {name}, "{_shape_legend(shape)}");'
+        yield f'  ak::bad_shape(kOp, "{name}", {name}, "{shape_legend(shape)}");'
     for relation, a, b in rules.rules:
         if relation == "same_rank":
             yield f"if ({a}.present() && {b}.present() && {a}.rank() != {b}.rank()) [[unlikely]]"
             yield f'  ak::fail("%s: {a} and {b} have different ranks", kOp);'
+            continue
+        if relation == "with_float8":
+            yield f"if ({a}.view.dtype == AK_F8E4M3 && !{b}.present()) [[unlikely]]"
+            yield f'  ak::fail("%s: float8 needs {b}", kOp);'
             continue
         test = f"{a} <= {b}" if relation == "at_most" else f"({b} == 0 ? {a} == 0 : {a} % {b} == 0)"
         words = "at most" if relation == "at_most" else "a multiple of"
@@ -373,7 +383,7 @@ def _alternative(name: str, words: list[str], leader: str) -> str:
     return " && ".join(tests)
 
 
-def _shape_legend(shape: str) -> str:
+def shape_legend(shape: str) -> str:
     parts = []
     for part in shape.removeprefix("~").split("|"):
         words = ["..." if w == "*" else f"1|{w[:-1]}" if w.endswith("~") else w for w in part.split()]
@@ -428,7 +438,7 @@ def _leading(kernel_type: KernelType, name: str) -> bool:
     return fit(kernel_type).shapes[name].startswith("*")
 
 
-def _is_dimension(arg: Arg) -> bool:
+def is_dimension(arg: Arg) -> bool:
     return arg.name == "dim" and arg.type == "int"
 
 

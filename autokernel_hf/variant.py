@@ -5,10 +5,11 @@ What is written here ships: it imports torch and the variant's own files, nothin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autokernel_hf.binding import NO_GRAD, default_code
+from autokernel_hf.binding import NO_GRAD, default_code, fit, is_dimension, shape_legend
 from autokernel_hf.kernels.base import REQUIRED, Arg, Dims, KernelType, Output, Reduced
 from autokernel_hf.records import Backend
 
@@ -71,6 +72,7 @@ def _head(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
         "",
         f'_NAMESPACE = "{ID}"',
         f'_DOMAIN = "{domain.text}"',
+        '_library = torch.library.Library(_NAMESPACE, "FRAGMENT")',
         f"_DTYPES = frozenset(({', '.join(f'torch.{d}' for d in domain.dtypes)},))",
     ]
     for arg in kernel_type.schema.args:
@@ -119,18 +121,133 @@ def _translated(error):
 
 
 def _triton_operators(kernel_type: KernelType) -> str:
-    schema = kernel_type.schema.text.removeprefix(kernel_type.name)
+    name = kernel_type.name
+    schema = kernel_type.schema.text.removeprefix(name)
     names = ", ".join(a.name for a in kernel_type.schema.args)
-    text = []
-    for suffix in ("", NO_GRAD):
-        text.append(f'''
-@torch.library.custom_op(
-    add_op_namespace_prefix("{kernel_type.name}{suffix}"), mutates_args=(), schema={_quoted(schema)}
-)
-def _operator{suffix}({names}):
+    tensors = ", ".join(a.name for a in kernel_type.schema.args if a.is_tensor)
+    first = _first(kernel_type)
+    parameters = _parameters(kernel_type, "triton")
+    dims = "".join(
+        f"    if not -max({first}.dim(), 1) <= {a.name} < max({first}.dim(), 1):\n"
+        f'        raise IndexError(f"{name}: dimension {{{a.name}}} is out of range for {{{first}.dim()}} dimensions")\n'
+        for a in kernel_type.schema.args
+        if is_dimension(a)
+    )
+    checks = "\n".join(f"    {line}" for line in _shape_checks(kernel_type)) or "    return"
+    return f'''
+def _bad_shape(what, tensor, wanted):
+    raise RuntimeError(f"{name}: {{what}} has shape {{tuple(tensor.shape)}}, which does not fit {{wanted}}")
+
+
+def _check_shapes({tensors}):
+{checks}
+
+
+def _run({parameters}):
+    _check_shapes({tensors})
+{dims}    if {first}.is_cuda and {first}.device.index != torch.cuda.current_device():
+        with torch.cuda.device({first}.device):
+            return _kernel({names})
     return _kernel({names})
-''')
-    return "\n".join(text)
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("{name}"), mutates_args=(), schema={_quoted(schema)}
+)
+def _operator({parameters}):
+    return _run({names})
+
+
+# custom_op enters Python for autograd at every call; this operator is for calls that need no gradient.
+_library.define({_quoted(f"{name}{NO_GRAD}{schema}")})
+_library.impl("{name}{NO_GRAD}", _run, "CompositeExplicitAutograd")
+'''
+
+
+def _shape_checks(kernel_type: KernelType) -> Iterable[str]:
+    """What `binding.h` does for compiled kernels, as straight-line Python: it runs at every call."""
+    rules = fit(kernel_type)
+    bound: set[str] = set()  # sizes known by now
+    maybe: set[str] = set()  # sizes known if an optional tensor was given, or a rank; None otherwise
+    leader = ""
+    tensors = [a for a in kernel_type.schema.args if a.is_tensor]
+    for arg in sorted(tensors, key=lambda a: a.type == "Tensor?"):  # what is always given says more
+        name, shape = arg.name, rules.shapes[arg.name]
+        bad = f'_bad_shape("{name}", {name}, "{shape_legend(shape)}")'
+        indent = ""
+        alternatives = [part.split() for part in shape.split("|")]
+        new = {w for words in alternatives for w in words if w.isalpha() and w not in bound | maybe}
+        uncertain = arg.type == "Tensor?" or len(alternatives) > 1
+        if uncertain:
+            yield from (f"{symbol} = None" for symbol in sorted(new))
+        if arg.type == "Tensor?":
+            yield f"if {name} is not None:"
+            indent = "    "
+        if shape.startswith("~"):
+            sizes = ", ".join(alternatives[0][1:])
+            yield f"{indent}if torch.broadcast_shapes({name}.shape, ({sizes})) != ({sizes}):"
+            yield f"{indent}    {bad}"
+            continue
+        for i, words in enumerate(alternatives):
+            inner = indent
+            tests = []
+            trailing = [w for w in words if w != "*"]
+            if len(alternatives) > 1:
+                yield f"{indent}{'if' if i == 0 else 'elif'} {name}.dim() == {len(trailing)}:"
+                inner += "    "
+            elif "*" not in words:
+                tests.append(f"{name}.dim() != {len(trailing)}")
+            elif trailing:
+                tests.append(f"{name}.dim() < {len(trailing)}")
+            if "*" in words:
+                stop = f":-{len(trailing)}" if trailing else ":"
+                if leader:
+                    tests.append(f"{name}.shape[{stop}] != {leader}")
+            for k, word in enumerate(trailing):
+                size = f"{name}.shape[{k - len(trailing)}]"
+                if word.isdigit():
+                    tests.append(f"{size} != {word}")
+                elif word.endswith("~"):
+                    tests.append(f"{size} not in (1, {word[:-1]})")
+                elif word in bound:
+                    tests.append(f"{size} != {word}")
+                elif word in maybe:
+                    tests.append(f"{word} not in (None, {size})")
+            if tests:
+                yield f"{inner}if {' or '.join(tests)}:"
+                yield f"{inner}    {bad}"
+            elif not any(w in new for w in words) and "*" not in words:
+                yield f"{inner}pass"
+            if "*" in words and not leader:
+                leader = "leading"
+                yield f"{inner}leading = {name}.shape[{stop}]"
+            for k, word in enumerate(trailing):
+                if word in new or word in maybe:
+                    yield f"{inner}{word} = {name}.shape[{k - len(trailing)}]"
+        if len(alternatives) > 1:
+            yield f"{indent}else:"
+            yield f"{indent}    {bad}"
+        (maybe if uncertain else bound).update(new)
+    yield from _rule_checks(kernel_type, maybe)
+
+
+def _rule_checks(kernel_type: KernelType, maybe: set[str]) -> Iterable[str]:
+    absent = maybe | {a.name for a in kernel_type.schema.args if a.type == "Tensor?"}
+    for relation, a, b in fit(kernel_type).rules:
+        given = "".join(f"{s} is not None and " for s in (a, b) if s in absent)
+        if relation == "same_rank":
+            yield f"if {given}{a}.dim() != {b}.dim():"
+            words = f"{a} and {b} have different ranks"
+        elif relation == "with_float8":
+            yield f"if {a}.dtype == torch.float8_e4m3fn and {b} is None:"
+            words = f"float8 needs {b}"
+        elif relation == "at_most":
+            yield f"if {given}{a} > {b}:"
+            words = f"{a} must be at most {b}"
+        else:
+            yield f"if {given}{a} % {b}:" if b.isdigit() else f"if {given}({a} % {b} if {b} else {a}):"
+            words = f"{a} must be a multiple of {b}"
+        yield f'    raise RuntimeError("{kernel_type.name}: {words}")'
 
 
 def _fake(kernel_type: KernelType, backend: Backend) -> str:
@@ -178,7 +295,6 @@ def _autograd(kernel_type: KernelType) -> str:
     name = kernel_type.name
     return f'''
 # Without a formula, gradients would be silently wrong.
-_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _library.define("missing_backward(Tensor grad, SymInt[] size, ScalarType dtype) -> Tensor")
 
 
@@ -208,7 +324,7 @@ def _backward(ctx, *grads):
 
 
 torch.library.register_autograd(add_op_namespace_prefix("{name}"), _backward, setup_context=_setup_context)
-# The formula is Python that torch would enter at every call; this operator is for calls that need no gradient.
+# The formula is Python that torch enters at every call; the second operator is for calls that need no gradient.
 _library.impl("{name}{NO_GRAD}", torch.library.fallthrough_kernel, "Autograd")
 
 _op = torch.ops.{ID}.{name}.default
@@ -297,5 +413,5 @@ def _first(kernel_type: KernelType) -> str:
 
 
 def _quoted(value: object) -> str:
-    """A literal with double quotes, as the rest of the file."""
-    return repr(value).replace("'", '"')
+    """A literal with double quotes, as the rest of the file; in a table all strings are names."""
+    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
