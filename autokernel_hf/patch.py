@@ -83,17 +83,27 @@ def rebound(layers: ModuleType, kernel_type: str, function: Callable[..., Any]) 
     if not callable(getattr(layers, kernel_type, None)):
         raise PackageError(f"The layers in {layers.__name__} do not call a function {kernel_type}.")
     copy = ModuleType(layers.__name__)
-    for name, cls in _classes(layers).items():
-        if cls.__module__ != layers.__name__:
-            continue  # one that the file imports
-        forward = cls.forward
-        assert isinstance(forward, FunctionType)
-        names = {**forward.__globals__, kernel_type: function}
-        bound = FunctionType(
-            forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        bound.__kwdefaults__ = forward.__kwdefaults__
-        setattr(copy, name, type(name, (cls,), {"forward": bound}))
+    names = vars(copy)
+    names.update(vars(layers))
+    for name, value in vars(layers).items():
+        if isinstance(value, FunctionType):
+            names[name] = _with_globals(value, vars(layers), names)
+        elif isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == layers.__name__:
+            methods = {n: v for n, v in vars(value).items() if isinstance(v, FunctionType)}
+            changed = {n: _with_globals(v, vars(layers), names) for n, v in methods.items()}
+            names[name] = type(name, (value,), changed)
+    names[kernel_type] = function
+    return copy
+
+
+def _with_globals(function: FunctionType, old: dict[str, Any], new: dict[str, Any]) -> FunctionType:
+    """A function of the module with globals `old`, looking its names up in `new`; others stay as they are."""
+    if function.__globals__ is not old:
+        return function
+    copy = FunctionType(
+        function.__code__, new, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 

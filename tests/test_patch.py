@@ -273,7 +273,7 @@ def test_a_patched_model_compiles_whole_and_runs_the_replacements() -> None:
 
 
 def test_rebound_layers_call_the_new_function_and_leave_the_old_ones_alone() -> None:
-    model, sites = llama(), None
+    model = llama()
     sites = all_sites(model, ["rmsnorm"])
     old, old_calls = counting(kernel_type("rmsnorm").reference)
     new, new_calls = counting(kernel_type("rmsnorm").reference)
@@ -286,6 +286,29 @@ def test_rebound_layers_call_the_new_function_and_leave_the_old_ones_alone() -> 
     assert (len(old_calls), len(new_calls)) == (5, 5)
     with pytest.raises(PackageError, match="do not call a function softmax"):
         rebound(layers, "softmax", new)
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "rotary_embedding", "fused_mlp", "gated_activation"])
+def test_rebound_layers_reach_kernels_that_are_called_in_helpers_of_the_layers_file(name: str) -> None:
+    model, kind = llama(), kernel_type(name)
+    sites = kind.find(model)
+    assert sites
+    before = logits(model)
+
+    def returning(calls: list[int]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            out = kind.reference(*args, **kwargs)
+            return out if kind.schema.returns > 1 else out[0]
+
+        return function
+
+    old_calls: list[int] = []
+    new_calls: list[int] = []
+    layers = rebound(load_layers(name, returning(old_calls)), name, returning(new_calls))
+    with patched(model, sites, {name: layers}):
+        assert torch.allclose(logits(model), before, atol=1e-5)
+    assert (len(old_calls), len(new_calls)) == (0, 2)
 
 
 def test_nothing_is_left_in_the_registry() -> None:
