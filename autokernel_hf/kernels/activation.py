@@ -96,7 +96,8 @@ def is_degenerate(impostor: str, workload: Workload, name: str) -> bool:
     """Whether an impostor is as good as right on an elementwise workload, of which `name` is the activation's input."""
     spec = workload.tensor(name)
     strides = spec.strides or (1,) * len(spec.shape)
-    if math.prod(n for n, stride in zip(spec.shape, strides, strict=True) if stride) <= 1:
+    distinct = math.prod(n for n, stride in zip(spec.shape, strides, strict=True) if stride or not n)
+    if distinct <= 1:
         return True  # no element, or one: it equals its mean, and relu may turn it to 0
     if workload.values == "denormal":
         return True  # torch may flush them to 0 (its bfloat16 GELU does), so anything as small is within its error

@@ -98,9 +98,9 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     assert isinstance(dim, int)
     if math.prod(x.shape) <= 1:
         return True
-    # One column gives ones, equal (or as good as equal) columns give 1/n: their mean is the answer.
+    # One column gives ones, equal (or as good as equal) columns give 1/n: their mean is the answer, today and yesterday.
     equal = x.shape[dim] == 1 or (x.strides is not None and x.strides[dim] == 0)
-    return impostor == "mean" and (equal or workload.values in ("equal", "tiny", "denormal"))
+    return impostor in ("mean", "previous") and (equal or workload.values in ("equal", "tiny", "denormal"))
 
 
 def _find(model: nn.Module) -> Iterable[Site]:
