@@ -10,7 +10,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from hub_server import HubServer
+
+from tests.hub_server import HubServer
 
 
 @pytest.fixture
