@@ -118,7 +118,8 @@ def _native(candidate: Candidate, kernel_type: KernelType) -> dict[str, str]:
     name = kernel_type.name
     files = {
         f"{name}{candidate.suffix}": candidate.source,
-        "autokernel.h": binding.HEADER.read_text(encoding="utf-8"),
+        # The units of the instruction sets include it before the kernel does.
+        "autokernel.h": "#pragma once\n" + binding.HEADER.read_text(encoding="utf-8"),
         "binding.h": binding.RUNTIME.read_text(encoding="utf-8"),
         "module.cpp": _module_source(),
     }
