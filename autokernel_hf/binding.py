@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autokernel_hf.kernels.base import REQUIRED, Arg, Dims, KernelType, Output, Reduced, RowsIfNone
+from autokernel_hf.kernels.base import REQUIRED, Arg, Dims, KernelType, Output, Reduced
 from autokernel_hf.records import Backend
 
 _KERNELS = Path(__file__).parent / "kernels"
@@ -114,7 +114,7 @@ FITS: dict[str, Fit] = {
             "b_up": "H",
             "b_down": "D",
         },
-        dtypes={name: "x float32" for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")},
+        dtypes=dict.fromkeys(("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"), "x float32"),
     ),
     "cross_entropy": Fit(shapes={"logits": "N V", "target": "N"}, dtypes={"target": "int64"}),
     "rotary_embedding": Fit(
@@ -135,7 +135,9 @@ def fit(kernel_type: KernelType) -> Fit:
         KeyError: The type says nothing of its shapes: a binding that checks none would let a kernel read anywhere.
     """
     if kernel_type.name not in FITS:
-        raise KeyError(f"no shapes are declared for {kernel_type.name}; add them to autokernel_hf.binding.FITS")
+        raise KeyError(
+            f"no shapes are declared for {kernel_type.name}; add them to autokernel_hf.binding.FITS"
+        )
     return FITS[kernel_type.name]
 
 
@@ -242,7 +244,9 @@ def binding_source(kernel_type: KernelType, backend: Backend, levels: tuple[str,
         "    auto attempt = [&]() -> int {",
     ]
     if kernel_type.merges_rows:
-        rows = ", ".join([f"&{t.name}" for t in tensors if _leading(kernel_type, t.name)] + [f"&{o}" for o in outputs])
+        rows = ", ".join(
+            [f"&{t.name}" for t in tensors if _leading(kernel_type, t.name)] + [f"&{o}" for o in outputs]
+        )
         lines += [
             f"      ak::Tensor *rows[] = {{{rows}}};",
             "      ak::merge_rows(rows, sizeof rows / sizeof *rows);",

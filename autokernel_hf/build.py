@@ -16,10 +16,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -27,11 +28,21 @@ import torch
 
 from autokernel_hf import binding, contract, toolchain, variant
 from autokernel_hf.cache import cache_root, folder_once
-from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, PackageError, ToolMissingError, UsageError
+from autokernel_hf.errors import (
+    AutokernelError,
+    CandidateError,
+    CompileError,
+    PackageError,
+    ToolMissingError,
+    UsageError,
+)
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels import layers_source
 from autokernel_hf.kernels.base import KernelType
-from autokernel_hf.records import Built, Candidate, Resources
+from autokernel_hf.records import Built, Candidate, CompileReport, Resources
+from autokernel_hf.triton_compile import Answer, Request
+
+__all__ = ["build", "cache_root", "compile_only", "cpu_levels", "load"]
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +87,112 @@ def build(candidate: Candidate, *, archs: tuple[str, ...] = (), device: str = "c
         seconds=time.monotonic() - started,
         cached=cached,
     )
+
+
+def compile_only(candidate: Candidate, arch: str) -> CompileReport:
+    """Compile a candidate for an architecture that need not be here; nothing is kept or run.
+
+    Args:
+        arch: sm_80, sm_90, sm_90a, sm_100, ... for cuda and triton; x86-64-v2, -v3 or -v4 for cpp.
+
+    Raises:
+        CandidateError, CompileError, ToolMissingError, UsageError: As `build`.
+    """
+    started = time.monotonic()
+    type_ = find_type(candidate.kernel_type)
+    domain = contract.check(candidate, type_)
+    with tempfile.TemporaryDirectory(prefix="autokernel_hf-") as folder:
+        work = Path(folder)
+        if candidate.backend == "cpp":
+            if arch not in cpu_levels():
+                raise UsageError(
+                    f"A cpp candidate cannot be compiled for {arch!r} here.",
+                    remedy=f"Choose from {', '.join(cpu_levels()) or 'none: this is no x86-64 machine'}.",
+                )
+            _compile_objects(_recipe(candidate, (), "cpu").only(arch), work, [])
+            report = CompileReport(
+                arch=arch, registers=None, spill_bytes=None, shared_bytes=None, seconds=0.0
+            )
+        elif candidate.backend == "cuda":
+            output = _compile_objects(_recipe(candidate, (_arch_name(arch),), "cpu"), work, [])
+            uses = toolchain.ptxas_uses(output)
+            names = toolchain.demangled([use.name for use in uses])
+            report = CompileReport(
+                arch=arch,
+                **toolchain.largest(uses).model_dump(),
+                seconds=0.0,
+                log="\n".join(
+                    f"{name}: {use.registers} registers, {use.spill_bytes} bytes spilled, {use.shared_bytes} bytes shared"
+                    for name, use in zip(names, uses, strict=True)
+                ),
+            )
+        else:
+            report = _compile_triton(candidate, domain.dtypes, arch, work)
+    return report.model_copy(update={"seconds": time.monotonic() - started})
+
+
+# Dynamic and static shared memory that one block may have, by compute capability times ten.
+_SHARED_LIMITS = {
+    75: 65536,
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+}
+
+
+def _compile_triton(candidate: Candidate, dtypes: tuple[str, ...], arch: str, work: Path) -> CompileReport:
+    capability = int(_arch_name(arch).rstrip("af").replace(".", ""))
+    file, request, answer = work / "kernel.py", work / "request.json", work / "answer.json"
+    file.write_text(candidate.source, encoding="utf-8")
+    Request(file=str(file), kernel_type=candidate.kernel_type, capability=capability, dtypes=dtypes).save(
+        request
+    )
+    environment = {"TRITON_CACHE_DIR": str(work / "cache"), "TRITON_INTERPRET": "0"}
+    status, output = toolchain.run(
+        [sys.executable, "-m", "autokernel_hf.triton_compile", str(request), str(answer)],
+        cwd=work,
+        timeout_s=COMPILE_TIMEOUT_S,
+        env=environment,
+    )
+    if not answer.exists():
+        raise CompileError(f"Triton's compiler ended with status {status}:\n{output.strip()[-2000:]}")
+    result = Answer.load(answer)
+    if result.error:
+        raise CompileError(f"kernel.py does not compile:\n{result.error}")
+    limit = _SHARED_LIMITS.get(capability)
+    for kernel in result.kernels:
+        if limit is not None and kernel.shared_bytes > limit:
+            raise CompileError(
+                f"{kernel.name} needs {kernel.shared_bytes} bytes of shared memory; a block of {arch} has {limit}.",
+                remedy="Make its tiles or the number of stages smaller.",
+            )
+    return CompileReport(
+        arch=arch,
+        registers=max(k.registers for k in result.kernels),
+        spill_bytes=max(k.spill_bytes for k in result.kernels),
+        shared_bytes=max(k.shared_bytes for k in result.kernels),
+        seconds=0.0,
+        log="\n".join(
+            f"{k.name}: {k.num_warps} warps, {k.registers} registers, {k.spill_bytes} bytes spilled, "
+            f"{k.shared_bytes} bytes shared"
+            for k in result.kernels
+        ),
+    )
+
+
+def _arch_name(arch: str) -> str:
+    """sm_90a as the Kernel Hub writes it: 9.0a."""
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
+    if match is None:
+        raise UsageError(
+            f"{arch!r} is not a CUDA architecture.", remedy="Write it as sm_80, sm_90 or sm_90a."
+        )
+    return f"{match[1]}.{match[2]}{match[3]}"
 
 
 def load(path: str | Path) -> ModuleType:
@@ -140,6 +257,10 @@ class Recipe:
     files: tuple[tuple[str, str], ...]  # the variant's Python files, with the id in place
     binding: str  # C++, empty for triton
 
+    def only(self, arch: str) -> Recipe:
+        """For one architecture: the id is no longer its own."""
+        return replace(self, archs=(arch,))
+
 
 def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe:
     type_ = find_type(candidate.kernel_type)
@@ -152,8 +273,9 @@ def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe
     if layers is not None:
         templates["layers.py"] = layers
     source = ""
+    tools: tuple[str, ...] = ()
     if candidate.backend == "triton":
-        name, archs, tools = "torch-cuda", (), ()
+        name, archs = "torch-cuda", ()
         templates["op.py"] = candidate.source
     elif candidate.backend == "cpp":
         archs = cpu_levels()
@@ -164,7 +286,13 @@ def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe
         archs = archs or _local_archs(device)
         name = f"torch-stable-abi211-{_cuda_tag()}-{toolchain.machine()}-linux"
         source = binding.binding_source(type_, "cuda")
-        tools = (toolchain.nvcc().version, toolchain.gxx().version, *CUDA_FLAGS, *_LIBRARY_FLAGS, *_BINDING_FLAGS)
+        tools = (
+            toolchain.nvcc().version,
+            toolchain.gxx().version,
+            *CUDA_FLAGS,
+            *_LIBRARY_FLAGS,
+            *_BINDING_FLAGS,
+        )
     if source:
         source_parts = (binding.RUNTIME.read_text(), binding.MODULE_SOURCE, binding.PRELUDE_SOURCE)
         tools = (*tools, *source_parts)
@@ -172,7 +300,8 @@ def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
     id_ = f"_ak_{type_.name}_{candidate.backend}_{digest}"
     files = tuple(
-        (file, text.replace(variant.ID, id_) if file == "_ops.py" else text) for file, text in templates.items()
+        (file, text.replace(variant.ID, id_) if file == "_ops.py" else text)
+        for file, text in templates.items()
     )
     return Recipe(
         id=id_, candidate=candidate, type=type_, variant=name, archs=archs, files=files, binding=source
@@ -205,7 +334,10 @@ def _capability(device: str) -> str | None:
     if program is None:
         return None
     done = subprocess.run(
-        [program, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
+        [program, "--query-gpu=compute_cap", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     rows = [r.strip() for r in done.stdout.splitlines() if re.fullmatch(r"\s*\d+\.\d+\s*", r)]
     if done.returncode != 0 or not rows:
@@ -234,22 +366,30 @@ def _make(recipe: Recipe, folder: Path) -> None:
 
 
 def _compile(recipe: Recipe, work: Path) -> Resources:
+    parts = _parts(recipe)
+    (work / "module.c").write_text(binding.MODULE_SOURCE, encoding="utf-8")
+    output = _compile_objects(recipe, work, list(_link_edges(recipe, parts)))
+    if recipe.candidate.backend == "cpp":
+        _refuse_initializers(work / f"{_short(recipe.archs[-1]) if recipe.archs else 'only'}.o")
+    return toolchain.largest(toolchain.ptxas_uses(output))
+
+
+def _compile_objects(recipe: Recipe, work: Path, more: list[Edge]) -> str:
+    """Compile the candidate, and go on with `more`; return what the compilers printed.
+
+    Raises:
+        CandidateError, CompileError: It does not compile.
+    """
     backend, suffix = recipe.candidate.backend, recipe.candidate.suffix
     parts = _parts(recipe)
     file_name = f"kernel{suffix}"
     (work / file_name).write_text(recipe.candidate.source, encoding="utf-8")
     (work / f"unit{suffix}").write_text(_unit(recipe.type, file_name), encoding="utf-8")
-    (work / "module.c").write_text(binding.MODULE_SOURCE, encoding="utf-8")
-    compiled = list(_cpp_edges(recipe, parts) if backend == "cpp" else _cuda_edges(recipe, parts, work))
-    status, output = _ninja(work, [*compiled, *_link_edges(recipe, parts)])
+    edges = list(_cpp_edges(recipe, parts) if backend == "cpp" else _cuda_edges(recipe, parts, work))
+    status, output = _ninja(work, [*edges, *more])
     if status != 0:
         raise _explained(output, recipe, file_name)
-    if backend == "cpp":
-        _refuse_initializers(work / f"{_short(recipe.archs[-1]) if recipe.archs else 'only'}.o")
-    use = toolchain.ptxas_use(output)
-    if use is None:
-        return Resources()
-    return Resources(registers=use.registers, spill_bytes=use.spill_bytes, shared_bytes=use.shared_bytes)
+    return output
 
 
 def _unit(type_: KernelType, file_name: str) -> str:
@@ -259,7 +399,9 @@ def _unit(type_: KernelType, file_name: str) -> str:
 
 def _refuse_initializers(object_file: Path) -> None:
     """A static with a constructor runs when the library is loaded, in code of an instruction set that may be missing."""
-    sections = subprocess.run(["readelf", "-SW", str(object_file)], capture_output=True, text=True, timeout=60).stdout
+    sections = subprocess.run(
+        ["readelf", "-SW", str(object_file)], capture_output=True, text=True, timeout=60
+    ).stdout
     if re.search(r"\.(init_array|ctors)\b", sections):
         raise CompileError(
             "The candidate has a static variable that is initialized when the library is loaded.",
@@ -394,7 +536,12 @@ def _cudart() -> str:
     the shared one of the same major version is always there already, since torch's libraries need it.
     """
     home = toolchain.cuda_home()
-    for folder in ("lib64", "lib", f"targets/{toolchain.machine()}-linux/lib", f"lib/{toolchain.machine()}-linux-gnu"):
+    for folder in (
+        "lib64",
+        "lib",
+        f"targets/{toolchain.machine()}-linux/lib",
+        f"lib/{toolchain.machine()}-linux-gnu",
+    ):
         if (home / folder / "libcudart.so").exists():
             return f"-L{shlex.quote(str(home / folder))} -lcudart"
     raise ToolMissingError(f"libcudart.so was not found in {home}.", remedy="Install the whole CUDA toolkit.")
@@ -445,8 +592,14 @@ def _parts(recipe: Recipe) -> Path:
         "binding.cpp": recipe.binding,
         "exports": "{ global: PyInit_*; local: *; };\n",
     }
-    flags = (*_BINDING_FLAGS, f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(("-DUSE_CUDA",) if backend == "cuda" else ()))
-    key = hashlib.sha256(json.dumps([files, flags, compiler.version, torch.__version__]).encode()).hexdigest()[:16]
+    flags = (
+        *_BINDING_FLAGS,
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+        *(("-DUSE_CUDA",) if backend == "cuda" else ()),
+    )
+    key = hashlib.sha256(
+        json.dumps([files, flags, compiler.version, torch.__version__]).encode()
+    ).hexdigest()[:16]
     folder = cache_root() / "bindings" / f"{recipe.type.name}-{backend}-{key}"
 
     def make(temporary: Path) -> None:

@@ -54,7 +54,9 @@ def _domain(listed: Values, kernel_type: KernelType) -> Domain:
     values: Values = {}
     for name, entries in listed.items():
         if not entries:
-            raise CandidateError(f"The domain lists no value for {name}.", remedy="List at least one, or leave it out.")
+            raise CandidateError(
+                f"The domain lists no value for {name}.", remedy="List at least one, or leave it out."
+            )
         if name == "dtype":
             unknown = [e for e in entries if e not in kernel_type.dtypes]
             if unknown:
@@ -89,7 +91,9 @@ def _value(arg: Arg, entry: str | int | bool, kernel_type: KernelType) -> str | 
         return text.lower() == "true"
     if arg.type == "int" and re.fullmatch(r"-?\d+", text):
         return int(text)
-    raise CandidateError(f"The domain lists {entry!r} for {arg.name}, which is a{'n int' if arg.type == 'int' else ' bool'}.")
+    raise CandidateError(
+        f"The domain lists {entry!r} for {arg.name}, which is a{'n int' if arg.type == 'int' else ' bool'}."
+    )
 
 
 def _wrong_type(named: str | None, kernel_type: KernelType, wanted: str) -> CandidateError:
@@ -227,7 +231,9 @@ def _check_signature(tree: ast.Module, kernel_type: KernelType) -> None:
         for d, p in zip(defaults, parameters, strict=True)
     )
     if not same:
-        raise CandidateError(f"Line {function.lineno}: kernel_fn has another signature than the schema.", remedy=remedy)
+        raise CandidateError(
+            f"Line {function.lineno}: kernel_fn has another signature than the schema.", remedy=remedy
+        )
 
 
 def python_signature(kernel_type: KernelType) -> inspect.Signature:

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from autokernel_hf.errors import CompileError, ToolMissingError
+from autokernel_hf.records import Resources
 
 log = logging.getLogger(__name__)
 
@@ -197,10 +198,14 @@ def _session_members(session: int) -> list[int]:
 
 # --- listening ----------------------------------------------------------------------------------------------------
 
-_GCC = re.compile(r"^(?P<file>[^\s:()]+):(?P<line>\d+):(?:(?P<column>\d+):)? (?P<kind>fatal error|error): (?P<text>.*)$")
-_NVCC = re.compile(r"^(?P<file>[^\s:()]+)\((?P<line>\d+)\): (?P<kind>error|catastrophic error): (?P<text>.*)$")
+_GCC = re.compile(
+    r"^(?P<file>[^\s:()]+):(?P<line>\d+):(?:(?P<column>\d+):)? (?P<kind>fatal error|error): (?P<text>.*)$"
+)
+_NVCC = re.compile(
+    r"^(?P<file>[^\s:()]+)\((?P<line>\d+)\): (?P<kind>error|catastrophic error): (?P<text>.*)$"
+)
 _LINK = re.compile(r"undefined reference to [`'](?P<symbol>[^']+)'")
-_PTXAS = re.compile(r"^ptxas (?:fatal|error)\s*: (?P<text>.*)$")
+_PTXAS = re.compile(r"^ptxas\S* (?:fatal|error)\s*: (?P<text>.*)$")
 
 
 class SourceError(CompileError):
@@ -248,22 +253,53 @@ def compile_error(output: str, source: str, file_name: str) -> SourceError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtxasUse:
-    """What ptxas -v says, the largest over all kernels."""
+    """What `ptxas -v` says of one kernel."""
 
+    name: str  # as the linker sees it
+    arch: str
     registers: int
     spill_bytes: int  # stores and loads
     shared_bytes: int  # static
 
 
-def ptxas_use(output: str) -> PtxasUse | None:
-    """Resources from the words of `ptxas -v`, or None where it compiled no kernel."""
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", output)]
-    if not registers:
-        return None
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", output)
-    shared = [int(n) for n in re.findall(r"(\d+) bytes smem", output)]
-    return PtxasUse(
-        registers=max(registers),
-        spill_bytes=max((int(a) + int(b) for a, b in spills), default=0),
-        shared_bytes=max(shared, default=0),
+def ptxas_uses(output: str) -> list[PtxasUse]:
+    """What `ptxas -v` says of each kernel, in its order."""
+    uses = []
+    for part in re.split(r"^ptxas\S* info\s*: Compiling entry function ", output, flags=re.MULTILINE)[1:]:
+        head = re.match(r"'([^']+)' for '([^']+)'", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        if head is None or registers is None:
+            continue
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        uses.append(
+            PtxasUse(
+                name=head[1],
+                arch=head[2],
+                registers=int(registers[1]),
+                spill_bytes=int(spills[1]) + int(spills[2]) if spills else 0,
+                shared_bytes=int(shared[1]) if shared else 0,
+            )
+        )
+    return uses
+
+
+def largest(uses: Sequence[PtxasUse]) -> Resources:
+    """The most that any of the kernels takes; nothing known where there is none."""
+    if not uses:
+        return Resources()
+    return Resources(
+        registers=max(u.registers for u in uses),
+        spill_bytes=max(u.spill_bytes for u in uses),
+        shared_bytes=max(u.shared_bytes for u in uses),
     )
+
+
+def demangled(names: Sequence[str]) -> list[str]:
+    """C++ names without their parameters, as c++filt writes them; as they are where it is missing."""
+    program = shutil.which("c++filt")
+    if program is None or not names:
+        return list(names)
+    done = subprocess.run([program], input="\n".join(names), capture_output=True, text=True, timeout=60)
+    plain = [re.sub(r"\(anonymous namespace\)::|^void ", "", line) for line in done.stdout.splitlines()]
+    return [line.split("(", 1)[0] for line in plain]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autokernel_hf.binding import NO_GRAD, default_code, fit, is_dimension, shape_legend
-from autokernel_hf.kernels.base import REQUIRED, Arg, Dims, KernelType, Output, Reduced
+from autokernel_hf.kernels.base import REQUIRED, Dims, KernelType, Output, Reduced
 from autokernel_hf.records import Backend
 
 ID = "{id}"  # stands in the generated Python until the content, and so the id, is known
@@ -79,7 +79,11 @@ def _head(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
         if arg.type == "str":
             codes = kernel_type.codes[arg.name]
             supported = domain.values.get(arg.name, tuple(codes))
-            table = {word: word if backend == "triton" else code for word, code in codes.items() if word in supported}
+            table = {
+                word: word if backend == "triton" else code
+                for word, code in codes.items()
+                if word in supported
+            }
             lines.append(f"_{arg.name.upper()} = {_quoted(table)}")
             lines.append(f"_{arg.name.upper()}_WORDS = {_quoted(tuple(codes))}")
         elif arg.name in domain.values:
@@ -336,7 +340,9 @@ def _public(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
     schema = kernel_type.schema
     compiled = backend != "triton"
     first = _first(kernel_type)
-    result = "torch.Tensor" if schema.returns == 1 else f"tuple[{', '.join(['torch.Tensor'] * schema.returns)}]"
+    result = (
+        "torch.Tensor" if schema.returns == 1 else f"tuple[{', '.join(['torch.Tensor'] * schema.returns)}]"
+    )
     typed = ", ".join(
         f"{a.name}: {_PYTHON_TYPES[a.type]}" + ("" if a.default is REQUIRED else f" = {_quoted(a.default)}")
         for a in schema.args
@@ -364,7 +370,9 @@ def _public(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
         elif arg.name in domain.values:
             lines += [f"    if {arg.name} not in {table}:", f'        _refuse("{arg.name}", {arg.name})']
     differentiable = " or ".join(
-        f"{a.name}.requires_grad" if a.type == "Tensor" else f"({a.name} is not None and {a.name}.requires_grad)"
+        f"{a.name}.requires_grad"
+        if a.type == "Tensor"
+        else f"({a.name} is not None and {a.name}.requires_grad)"
         for a in schema.args
         if a.is_tensor
     )
