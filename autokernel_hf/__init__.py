@@ -24,7 +24,18 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "apply", "load", "optimize", "restore"]
 
 _SPEC_FIELDS = frozenset(
-    "revision random_weights task input_shape dtype device attn trust_remote_code local_files_only seed".split()
+    [
+        "revision",
+        "random_weights",
+        "task",
+        "input_shape",
+        "dtype",
+        "device",
+        "attn",
+        "trust_remote_code",
+        "local_files_only",
+        "seed",
+    ]
 )
 
 
