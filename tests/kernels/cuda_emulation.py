@@ -154,7 +154,7 @@ class _Call:
         self.memory.append(memory)
         sizes, strides = list(tensor.shape), list(tensor.stride())
         if merge:
-            sizes, strides = merged(sizes, strides)
+            sizes, strides = merged(sizes, strides) or (sizes, strides)
         return self.describe(memory.address, sizes, strides, tensor.dtype)
 
     def output(self, shape: tuple[int, ...], dtype: torch.dtype, merge: bool) -> tuple[Any, Guarded]:
@@ -164,7 +164,7 @@ class _Call:
         self.memory.append(memory)
         sizes = list(shape)
         if merge:
-            sizes, strides = merged(sizes, strides)
+            sizes, strides = merged(sizes, strides) or (sizes, strides)
         return self.describe(memory.address, sizes, strides, dtype), memory
 
     def describe(self, address: int, sizes: list[int], strides: list[int], dtype: torch.dtype) -> Any:
@@ -179,12 +179,11 @@ class _Call:
             memory.close()
 
 
-def merged(sizes: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
-    """As (M, N) where strides allow to merge the leading dimensions, else as it is."""
-    if len(sizes) < 2:
-        return sizes, strides
-    rows, stride = sizes[-2], strides[-2]
-    for n, s in zip(reversed(sizes[:-2]), reversed(strides[:-2]), strict=True):
+def merged(sizes: list[int], strides: list[int]) -> tuple[list[int], list[int]] | None:
+    """As (M, N), or None where no single stride walks the leading dimensions."""
+    columns, step = (sizes[-1], strides[-1]) if sizes else (1, 1)
+    rows, stride = 1, columns
+    for n, s in zip(reversed(sizes[:-1]), reversed(strides[:-1]), strict=True):
         if n == 1:
             continue
         if rows == 1:
@@ -192,8 +191,8 @@ def merged(sizes: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
         elif s == rows * stride:
             rows *= n
         else:
-            return sizes, strides
-    return [rows, sizes[-1]], [stride, strides[-1]]
+            return None
+    return [rows, columns], [stride, step]
 
 
 def as_cpp(source: str) -> str:
@@ -305,17 +304,19 @@ class Emulated:
         self, args: Mapping[str, Any], schedule: int, at_end: bool, merge: bool
     ) -> tuple[tuple[Tensor, ...], int]:
         kind = self.kernel_type
-        merge = merge and kind.merges_rows
         specs = output_specs(kind.outputs, args)
         if all(0 in shape for shape, _ in specs):
             return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in specs), OK
         call = _Call(at_end)
         first = next(v for v in args.values() if isinstance(v, Tensor))
+        rows = {k for k, v in args.items() if isinstance(v, Tensor) and v.shape == first.shape}
+        mergeable = [merged(list(args[k].shape), list(args[k].stride())) for k in rows]
+        merge = merge and kind.merges_rows and None not in mergeable
         c_args: list[Any] = []
         for arg in kind.schema.args:
             value = args[arg.name]
             if arg.is_tensor:
-                c_args.append(None if value is None else call.tensor(value, merge and value.dim() == first.dim() >= 2))
+                c_args.append(None if value is None else call.tensor(value, merge and arg.name in rows))
             elif arg.type.startswith("float"):
                 if value is None:
                     value = default_scale(args)

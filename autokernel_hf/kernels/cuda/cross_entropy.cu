@@ -105,7 +105,7 @@ __device__ __forceinline__ int64_t head_of(const T *row, int64_t N) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     row_losses(const T *__restrict__ logits, int64_t row_stride, const int64_t *__restrict__ target,
                int64_t target_stride, int64_t ignore_index, float smoothing, float *__restrict__ losses, int64_t N,
                int64_t V) {

@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // One line a lane: line l is position l % inner of the dimensions behind, l / inner of those before. The slices of a
 // block share the lines' N elements among them.
 template <typename T>
-__global__ void __launch_bounds__(32 * kSlices)
+__global__ void __launch_bounds__(32 * kSlices, 1)
     lines(const T *__restrict__ x, Walk before, Walk behind, int64_t stride, T *__restrict__ out, int64_t outer,
           int64_t inner, int64_t N) {
   __shared__ State partial[kSlices][32];
