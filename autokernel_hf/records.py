@@ -303,6 +303,7 @@ class WorkloadResult(Record):
     dtype: str
     share: float = 0.0
     latency_us: float | None = None
+    host_us: float | None = None  # the host's time until the call returned; the same as the latency on a CPU
     baseline: str | None = None
     baseline_us: float | None = None
     speedup: float | None = None
