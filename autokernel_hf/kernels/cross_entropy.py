@@ -175,7 +175,7 @@ KERNEL_TYPE = KernelType(
         ({"N": 5, "V": 7}, {"reduction": "sum", "label_smoothing": 1.0}),
         ({"N": 17, "V": 1023}, {"reduction": "none", "ignore_index": 5}),
         ({"N": 9, "V": 1025}, {"reduction": "mean"}),
-        ({"N": 1031, "V": 3}, {"reduction": "mean"}),
+        ({"N": 131, "V": 3}, {"reduction": "mean"}),
         ({"N": 2, "V": 128256}, {"reduction": "none", "label_smoothing": 0.1}),
     ),
     adversarial=(
