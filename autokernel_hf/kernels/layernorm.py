@@ -105,7 +105,10 @@ def roundings(workload: Workload) -> float:
 def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
     # Rows of equal elements without a bias give 0, to which no error is relative.
     undefined = workload.values == "equal" and workload.arg("bias") is None
-    return fill_values(spec, "normal" if undefined else workload.values, generator)
+    values = "normal" if undefined else workload.values
+    x = fill_values(spec, values, generator)
+    # Standard normal rows are normalized already: without parameters a copy of them would do.
+    return x * 1.75 + 0.5 if values == "normal" else x
 
 
 def _flops(workload: Workload) -> float:
