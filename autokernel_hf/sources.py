@@ -74,9 +74,6 @@ def build_toml(candidate: Candidate, *, name: str, version: int, license: str, a
         lines += ["[torch-noarch]", 'pyext = ["py"]']
         return "\n".join(lines) + "\n"
     device = "cuda" if cuda else "cpu"
-    # The plain build first: where copies of one inline function meet, the linker keeps the first, which must run
-    # on every processor.
-    units = [f"src/{kind}{candidate.suffix}"] + ([] if cuda else [f"src/unit_{s}.cpp" for s in _shorts()])
     common = ["binding.cpp", "binding.h", "module.cpp", "autokernel.h"]
     lines += [
         "[torch]",
@@ -86,23 +83,35 @@ def build_toml(candidate: Candidate, *, name: str, version: int, license: str, a
         "",
         "[torch.stable-abi]",
         f'{device} = "2.11"',
-        "",
-        f"[kernel.{kind}]",
-        f'backend = "{device}"',
-        'depends = ["torch"]',
-        f"src = {_toml([*units, 'src/autokernel.h'])}",
-        'include = ["src"]',
     ]
     if cuda:
-        capabilities = [arch.removesuffix("+PTX") for arch in archs]
+        lines += _kernel_section(kind, "cuda", f"{kind}.cu")
         lines += [
-            f"cuda-capabilities = {_toml(capabilities)}",
+            f"cuda-capabilities = {_toml([arch.removesuffix('+PTX') for arch in archs])}",
             f"cuda-flags = {_toml(['-O3', '-std=c++20', '--expt-relaxed-constexpr', '-lineinfo'])}",
         ]
-    else:
-        flags = ["-O3", "-std=c++20", "-fopenmp", "-fno-gnu-unique", "-fvisibility=hidden"]
-        lines.append(f"cxx-flags = {_toml(flags)}")
+        return "\n".join(lines) + "\n"
+    flags = ["-O3", "-std=c++20", "-fopenmp", "-fno-gnu-unique", "-fvisibility=hidden"]
+    # The plain build comes first: where copies of one inline function meet, the linker keeps the first, which must
+    # run on every processor.
+    lines += [*_kernel_section(kind, "cpu", f"{kind}.cpp"), f"cxx-flags = {_toml(flags)}"]
+    for level, short in zip(binding.CPU_LEVELS, _shorts(), strict=True):
+        lines += [
+            *_kernel_section(f"{kind}_{short}", "cpu", f"unit_{short}.cpp"),
+            f"cxx-flags = {_toml([*flags, f'-march={level}'])}",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _kernel_section(name: str, backend: str, source: str) -> list[str]:
+    return [
+        "",
+        f"[kernel.{name}]",
+        f'backend = "{backend}"',
+        'depends = ["torch"]',
+        f"src = {_toml([f'src/{source}', 'src/autokernel.h'])}",
+        'include = ["src"]',
+    ]
 
 
 def _toml(items: Sequence[str]) -> str:
@@ -153,9 +162,8 @@ def _unit(kernel_type: KernelType, short: str) -> str:
     parameters = ", ".join(binding.launcher_parameters(kernel_type))
     return "\n".join(
         (
-            f"// The kernel for x86-64-{short}; the binding picks one when the module is imported.",
+            f"// The kernel for x86-64-{short} (see build.toml); the binding picks one when the module is imported.",
             "#if defined(__x86_64__)",
-            f'#pragma GCC target("arch=x86-64-{short}")',
             '#include "autokernel.h"',
             f'{launcher} __asm__("ak_{name}_{short}");',
             f'extern "C" int64_t {name}_workspace({parameters}) __asm__("ak_{name}_{short}_workspace");',
