@@ -145,6 +145,38 @@ inline float sum(F v) {
   return lane[0];
 }
 
+// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
+// in short runs, so that rounding does not grow with the length.
+template <typename V, typename Value>
+inline V accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
+  V total = {};
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    V part[kUnroll] = {};
+    for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
+      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+    }
+    for (int u = 0; u < kUnroll; ++u) total += part[u];
+  }
+  for (; i + W <= n; i += W) total += value(i, W);
+  if (i < n) total += value(i, n - i);
+  return total;
+}
+
+template <typename T>
+inline F load_some(const T *p, int64_t n) {
+  return n < W ? load_part(p, n) : load(p);
+}
+
+struct Pair {
+  F first, second;
+  void operator+=(const Pair &other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
 // A parameter's elements as float: where they are float32 in a row, in place, otherwise copied to `scratch`.
 // An absent parameter is `absent` everywhere; `offset` is added.
 bool usable(const AkTensor *p, float offset) {
@@ -174,47 +206,23 @@ struct Statistics {
 // deviations from it, so nothing cancels, however far from 0 the row lies.
 template <bool kLayer, typename T>
 Statistics add(const T *__restrict x, const T *__restrict residual, T *__restrict s, int64_t n, double eps) {
-  F first[kUnroll] = {};  // sums of s or, for the root mean square, of its squares
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t at = i + u * W;
-      store(s + at, load(x + at) + load(residual + at));
-      const F v = load(s + at);  // as rounded
-      first[u] += kLayer ? v : v * v;
-    }
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    store_part(s + i, load_part(x + i, m) + load_part(residual + i, m), m);
-    const F v = load_part(s + i, m);
-    first[0] += kLayer ? v : v * v;
-  }
-  for (int u = 1; u < kUnroll; ++u) first[0] += first[u];
-  const double average = (double)sum(first[0]) / (double)n;
+  const F first = accumulate<F>(n, [=](int64_t i, int64_t m) {
+    const F added = load_some(x + i, m) + load_some(residual + i, m);
+    m < W ? store_part(s + i, added, m) : store(s + i, added);
+    const F v = load_some(s + i, m);  // as rounded
+    return kLayer ? v : v * v;
+  });
+  const double average = (double)sum(first) / (double)n;
   if (!kLayer) return {0.0f, 0.0f, (float)(1.0 / sqrt(average + eps))};
 
   const float mean = (float)average;
-  F deviations[kUnroll] = {}, squares[kUnroll] = {};
-  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const F d = load(s + i + u * W) - mean;
-      deviations[u] += d;
-      squares[u] += d * d;
-    }
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    const F d = keep(load_part(s + i, m) - mean, m, 0.0f);
-    deviations[0] += d;
-    squares[0] += d * d;
-  }
-  for (int u = 1; u < kUnroll; ++u) {
-    deviations[0] += deviations[u];
-    squares[0] += squares[u];
-  }
-  const double correction = (double)sum(deviations[0]) / (double)n;
-  double variance = (double)sum(squares[0]) / (double)n - correction * correction;
+  const Pair deviations = accumulate<Pair>(n, [=](int64_t i, int64_t m) {
+    F d = load_some(s + i, m) - mean;
+    if (m < W) d = keep(d, m, 0.0f);
+    return Pair{d, d * d};
+  });
+  const double correction = (double)sum(deviations.first) / (double)n;
+  double variance = (double)sum(deviations.second) / (double)n - correction * correction;
   variance = variance < 0.0 ? 0.0 : variance;
   return {mean, (float)correction, (float)(1.0 / sqrt(variance + eps))};
 }

@@ -10,11 +10,11 @@
 #include <immintrin.h>
 #endif
 
-constexpr bool kOnline = false;   // tune(algorithm): false, true
-constexpr int kUnroll = 4;        // tune(compute): 1, 2, 4, 8
-constexpr int64_t kBlock = 4096;  // tune(block): 1024, 4096, 16384, 65536
-constexpr int64_t kSerial = 8192; // tune(launch): 2048, 8192, 32768
-#define SCHEDULE static           // tune(launch): static, dynamic
+constexpr int64_t kSpan = 4096;    // tune(algorithm): 1024, 4096, 16384, 131072, 1073741824
+constexpr int kUnroll = 4;         // tune(compute): 1, 2, 4, 8
+constexpr int64_t kBlock = 4096;   // tune(block): 1024, 4096, 16384, 65536
+constexpr int64_t kSerial = 8192;  // tune(launch): 2048, 8192, 32768
+#define SCHEDULE static            // tune(launch): static, dynamic
 
 namespace {  // all names stay in this file: it is compiled once per CPU level, and the copies must not mix
 
@@ -133,15 +133,6 @@ inline F keep(F v, int64_t n, float rest) {
   return lane < (int32_t)n ? v : splat(rest);
 }
 
-inline float sum(F v) {
-  float lane[W];
-  memcpy(lane, &v, sizeof v);
-  for (int half = W / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
-}
-
 // Half a vector of float, and the same as double.
 typedef float HalfF __attribute__((vector_size(2 * W)));
 typedef double D __attribute__((vector_size(4 * W)));
@@ -164,6 +155,38 @@ inline double sum(D v) {
   return total;
 }
 
+// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
+// in short runs, so that rounding does not grow with the length.
+template <typename V, typename Value>
+inline V accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
+  V total = {};
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    V part[kUnroll] = {};
+    for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
+      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+    }
+    for (int u = 0; u < kUnroll; ++u) total += part[u];
+  }
+  for (; i + W <= n; i += W) total += value(i, W);
+  if (i < n) total += value(i, n - i);
+  return total;
+}
+
+template <typename T>
+inline F load_some(const T *p, int64_t n) {
+  return n < W ? load_part(p, n) : load(p);
+}
+
+struct Pair {
+  F first, second;
+  void operator+=(const Pair &other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
 inline F larger(F a, F b) { return a > b ? a : b; }
 
 inline float largest(F v) {
@@ -177,89 +200,59 @@ inline float largest(F v) {
 
 const float kLowest = -3.402823466e38f;  // finite, so that lowest - lowest is 0
 
+// The largest element that is a number, at least kLowest.
+template <typename T>
+float largest(const T *x, int64_t n) {
+  F top[kUnroll];
+  for (int u = 0; u < kUnroll; ++u) top[u] = splat(kLowest);
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) top[u] = larger(load(x + i + u * W), top[u]);
+  }
+  for (; i + W <= n; i += W) top[0] = larger(load(x + i), top[0]);
+  if (i < n) top[0] = larger(keep(load_part(x + i, n - i), n - i, kLowest), top[0]);
+  for (int u = 1; u < kUnroll; ++u) top[0] = larger(top[u], top[0]);
+  return largest(top[0]);
+}
+
 struct Row {
   float largest;
-  double exponentials, deviations;  // sums of exp(x - largest), and of x - largest where asked for
+  double exponentials, elements;  // sums of exp(x - largest) and, where asked for, of x
 };
 
-// Double: the terms of a confident row are far below 1, which the largest element alone gives.
-double sum_exactly(const F *totals) {
-  D total = {};
-  for (int u = 0; u < kUnroll; ++u) total += low(totals[u]) + high(totals[u]);
-  return sum(total);
-}
+// Double: beside the largest element of a confident row, the others hardly show.
+double sum_exactly(F v) { return sum(low(v) + high(v)); }
 
-// One pass: every lane keeps its largest so far and rescales its sum when a larger one comes.
-template <typename T>
-Row measure_online(const T *x, int64_t n) {
-  F top = splat(kLowest), totals[kUnroll] = {};
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    F v[kUnroll], next = top;
-    for (int u = 0; u < kUnroll; ++u) {
-      v[u] = load(x + i + u * W);
-      next = larger(v[u], next);
-    }
-    const F rescale = exponential(top - next);
-    for (int u = 0; u < kUnroll; ++u) totals[u] = totals[u] * rescale + exponential(v[u] - next);
-    top = next;
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    const F v = keep(load_part(x + i, m), m, -__builtin_inff()), next = larger(v, top);
-    const F rescale = exponential(top - next);
-    for (int u = 0; u < kUnroll; ++u) totals[u] *= rescale;
-    totals[0] += exponential(v - next);
-    top = next;
-  }
-  const float most = largest(top);
-  const F rescale = exponential(top - most);
-  for (int u = 0; u < kUnroll; ++u) totals[u] *= rescale;
-  return {most, sum_exactly(totals), 0.0};
-}
-
+// Of kSpan elements at a time; the sum is rescaled when a larger element comes.
 template <bool kSmooth, typename T>
 Row measure(const T *x, int64_t n) {
-  F tops[kUnroll];
-  for (int u = 0; u < kUnroll; ++u) tops[u] = splat(kLowest);
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) tops[u] = larger(load(x + i + u * W), tops[u]);
+  Row row = {kLowest, 0.0, 0.0};
+  for (int64_t start = 0; start < n; start += kSpan) {
+    const int64_t length = n - start < kSpan ? n - start : kSpan;
+    const T *from = x + start;
+    const float before = row.largest, here = largest(from, length), top = here > before ? here : before;
+    const Pair sums = accumulate<Pair>(length, [=](int64_t i, int64_t m) {
+      F d = load_some(from + i, m) - top, e = exponential(d);
+      if (m < W) {
+        d = keep(d, m, 0.0f);
+        e = keep(e, m, 0.0f);
+      }
+      return Pair{e, kSmooth ? d : F{}};
+    });
+    row.largest = top;
+    row.exponentials = row.exponentials * exp((double)before - (double)top) + sum_exactly(sums.first);
+    if (kSmooth) row.elements += sum_exactly(sums.second) + (double)length * (double)top;
   }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    tops[0] = larger(keep(load_part(x + i, m), m, kLowest), tops[0]);
-  }
-  for (int u = 1; u < kUnroll; ++u) tops[0] = larger(tops[u], tops[0]);
-  const float most = largest(tops[0]);
-
-  F totals[kUnroll] = {}, deviations[kUnroll] = {};
-  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const F d = load(x + i + u * W) - most;
-      totals[u] += exponential(d);
-      if (kSmooth) deviations[u] += d;
-    }
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    const F d = load_part(x + i, m) - most;
-    totals[0] += keep(exponential(d), m, 0.0f);
-    if (kSmooth) deviations[0] += keep(d, m, 0.0f);
-  }
-  return {most, sum_exactly(totals), kSmooth ? sum_exactly(deviations) : 0.0};
+  return row;
 }
 
 template <typename T>
 double row_loss(const T *x, int64_t n, int64_t target, double smoothing) {
-  Row row;
-  if (smoothing != 0.0) row = measure<true>(x, n);
-  else if (kOnline) row = measure_online(x, n);
-  else row = measure<false>(x, n);
-  const double normalizer = log(row.exponentials);
-  const double loss = normalizer - ((double)load_part(x + target, 1)[0] - (double)row.largest);
+  const Row row = smoothing != 0.0 ? measure<true>(x, n) : measure<false>(x, n);
+  const double normalizer = log(row.exponentials), top = (double)row.largest;
+  const double loss = normalizer - ((double)load_part(x + target, 1)[0] - top);
   if (smoothing == 0.0) return loss;
-  return (1.0 - smoothing) * loss + smoothing * (normalizer - row.deviations / (double)n);
+  return (1.0 - smoothing) * loss + smoothing * (normalizer - (row.elements / (double)n - top));
 }
 
 enum Reduction { kNone, kMean, kSum };
@@ -308,7 +301,7 @@ extern "C" int64_t cross_entropy_workspace(const AkTensor *logits, const AkTenso
 extern "C" int cross_entropy(const AkTensor *logits, const AkTensor *target, int64_t ignore_index,
                              double label_smoothing, int32_t reduction, const AkTensor *out, const AkContext *ctx) {
   if (target->dtype != AK_I64 || reduction < kNone || reduction > kSum) return AK_UNSUPPORTED;
-  if (logits->sizes[1] > 1 && logits->strides[1] != 1) return AK_NEED_CONTIGUOUS;
+  if (logits->sizes[0] > 0 && logits->sizes[1] > 1 && logits->strides[1] != 1) return AK_NEED_CONTIGUOUS;
   switch (logits->dtype) {
     case AK_F32: return run<float>(*logits, *target, ignore_index, label_smoothing, reduction, *out, *ctx);
     case AK_F16: return run<_Float16>(*logits, *target, ignore_index, label_smoothing, reduction, *out, *ctx);

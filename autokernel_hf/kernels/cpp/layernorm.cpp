@@ -167,6 +167,38 @@ inline double sum(D v) {
   return total;
 }
 
+// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
+// in short runs, so that rounding does not grow with the length.
+template <typename V, typename Value>
+inline V accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
+  V total = {};
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    V part[kUnroll] = {};
+    for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
+      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+    }
+    for (int u = 0; u < kUnroll; ++u) total += part[u];
+  }
+  for (; i + W <= n; i += W) total += value(i, W);
+  if (i < n) total += value(i, n - i);
+  return total;
+}
+
+template <typename T>
+inline F load_some(const T *p, int64_t n) {
+  return n < W ? load_part(p, n) : load(p);
+}
+
+struct Pair {
+  F first, second;
+  void operator+=(const Pair &other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
 // A parameter's elements as float: where they are float32 in a row, in place, otherwise copied to `scratch`.
 // An absent parameter is `absent` everywhere; `offset` is added.
 bool usable(const AkTensor *p, float offset) {
@@ -212,35 +244,15 @@ Statistics measure(const T *x, int64_t n, double eps) {
     const float rounded = (float)mean;
     return {rounded, (float)(mean - (double)rounded), (float)(1.0 / sqrt(variance + eps))};
   }
-  F values[kUnroll] = {};
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) values[u] += load(x + i + u * W);
-  }
-  for (; i < n; i += W) values[0] += load_part(x + i, n - i < W ? n - i : W);
-  for (int u = 1; u < kUnroll; ++u) values[0] += values[u];
-  const float mean = (float)((double)sum(values[0]) / (double)n);
-
-  F deviations[kUnroll] = {}, squares[kUnroll] = {};
-  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const F d = load(x + i + u * W) - mean;
-      deviations[u] += d;
-      squares[u] += d * d;
-    }
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    const F d = keep(load_part(x + i, m) - mean, m, 0.0f);
-    deviations[0] += d;
-    squares[0] += d * d;
-  }
-  for (int u = 1; u < kUnroll; ++u) {
-    deviations[0] += deviations[u];
-    squares[0] += squares[u];
-  }
-  const double correction = (double)sum(deviations[0]) / (double)n;
-  double variance = (double)sum(squares[0]) / (double)n - correction * correction;
+  const F values = accumulate<F>(n, [=](int64_t i, int64_t m) { return load_some(x + i, m); });
+  const float mean = (float)((double)sum(values) / (double)n);
+  const Pair deviations = accumulate<Pair>(n, [=](int64_t i, int64_t m) {
+    F d = load_some(x + i, m) - mean;
+    if (m < W) d = keep(d, m, 0.0f);
+    return Pair{d, d * d};
+  });
+  const double correction = (double)sum(deviations.first) / (double)n;
+  double variance = (double)sum(deviations.second) / (double)n - correction * correction;
   variance = variance < 0.0 ? 0.0 : variance;
   return {mean, (float)correction, (float)(1.0 / sqrt(variance + eps))};
 }

@@ -138,6 +138,30 @@ inline float sum(F v) {
   return lane[0];
 }
 
+// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
+// in short runs, so that rounding does not grow with the length.
+template <typename V, typename Value>
+inline V accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
+  V total = {};
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    V part[kUnroll] = {};
+    for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
+      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+    }
+    for (int u = 0; u < kUnroll; ++u) total += part[u];
+  }
+  for (; i + W <= n; i += W) total += value(i, W);
+  if (i < n) total += value(i, n - i);
+  return total;
+}
+
+template <typename T>
+inline F load_some(const T *p, int64_t n) {
+  return n < W ? load_part(p, n) : load(p);
+}
+
 // A parameter's elements as float: where they are float32 in a row, in place, otherwise copied to `scratch`.
 // An absent parameter is `absent` everywhere; `offset` is added.
 bool usable(const AkTensor *p, float offset) {
@@ -171,20 +195,11 @@ void write_row(const T *__restrict x, const float *__restrict scale, T *__restri
 
 template <typename T>
 void norm_row(const T *x, const float *scale, T *y, int64_t n, double eps) {
-  F squares[kUnroll] = {};
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const F v = load(x + i + u * W);
-      squares[u] += v * v;
-    }
-  }
-  for (; i < n; i += W) {
-    const F v = load_part(x + i, n - i < W ? n - i : W);
-    squares[0] += v * v;
-  }
-  for (int u = 1; u < kUnroll; ++u) squares[0] += squares[u];
-  const float factor = (float)(1.0 / sqrt((double)sum(squares[0]) / (double)n + eps));
+  const F squares = accumulate<F>(n, [=](int64_t i, int64_t m) {
+    const F v = load_some(x + i, m);
+    return v * v;
+  });
+  const float factor = (float)(1.0 / sqrt((double)sum(squares) / (double)n + eps));
   const bool past = kStream && (uintptr_t)y % (W * sizeof(T)) == 0;
   past ? write_row<kStream>(x, scale, y, n, factor) : write_row<false>(x, scale, y, n, factor);
 }

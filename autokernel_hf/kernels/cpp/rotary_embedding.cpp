@@ -237,7 +237,12 @@ int dispatch(const AkTensor &q, const AkTensor &k, const AkTensor &cos, const Ak
   return with_angles<T, T, float>(q, k, cos, sin, interleaved, q_out, k_out, threads);
 }
 
-bool unit(const AkTensor &t) { return t.sizes[t.ndim - 1] <= 1 || t.strides[t.ndim - 1] == 1; }
+bool unit(const AkTensor &t) {
+  for (int d = 0; d < t.ndim; ++d) {
+    if (t.sizes[d] == 0) return true;
+  }
+  return t.sizes[t.ndim - 1] <= 1 || t.strides[t.ndim - 1] == 1;
+}
 
 }  // namespace
 

@@ -4,12 +4,13 @@
 // it, one row after another; otherwise they run across it, a tile of neighbouring columns at a time.
 #include "autokernel.h"
 
+#include <math.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-constexpr bool kOnline = false;     // tune(algorithm): false, true
+constexpr int64_t kSpan = 131072;   // tune(algorithm): 1024, 4096, 16384, 131072, 1073741824
 constexpr bool kRecompute = false;  // tune(algorithm): false, true
 constexpr int kUnroll = 4;          // tune(compute): 1, 2, 4, 8
 constexpr int64_t kBlock = 16384;   // tune(block): 1024, 4096, 16384, 65536
@@ -142,6 +143,30 @@ inline float sum(F v) {
   return lane[0];
 }
 
+// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
+// in short runs, so that rounding does not grow with the length.
+template <typename V, typename Value>
+inline V accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
+  V total = {};
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    V part[kUnroll] = {};
+    for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
+      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+    }
+    for (int u = 0; u < kUnroll; ++u) total += part[u];
+  }
+  for (; i + W <= n; i += W) total += value(i, W);
+  if (i < n) total += value(i, n - i);
+  return total;
+}
+
+template <typename T>
+inline F load_some(const T *p, int64_t n) {
+  return n < W ? load_part(p, n) : load(p);
+}
+
 inline F larger(F a, F b) { return a > b ? a : b; }
 
 inline float largest(F v) {
@@ -155,88 +180,64 @@ inline float largest(F v) {
 
 const float kLowest = -3.402823466e38f;  // finite, so that lowest - lowest is 0
 
+// The largest element that is a number, at least kLowest.
+template <typename T>
+float largest(const T *x, int64_t n) {
+  F top[kUnroll];
+  for (int u = 0; u < kUnroll; ++u) top[u] = splat(kLowest);
+  int64_t i = 0;
+  for (; i + kUnroll * W <= n; i += kUnroll * W) {
+    for (int u = 0; u < kUnroll; ++u) top[u] = larger(load(x + i + u * W), top[u]);
+  }
+  for (; i + W <= n; i += W) top[0] = larger(load(x + i), top[0]);
+  if (i < n) top[0] = larger(keep(load_part(x + i, n - i), n - i, kLowest), top[0]);
+  for (int u = 1; u < kUnroll; ++u) top[0] = larger(top[u], top[0]);
+  return largest(top[0]);
+}
+
 // The largest element of a row and the sum of exp(x - largest). NaN and inf turn the sum into NaN by themselves, as
-// they should; so does a row of -inf, whose sum is 0.
+// they should; a row of -inf has the sum 0, which turns the quotients into NaN.
 struct Denominator {
   float largest;
   double total;
 };
 
-// One pass: every lane keeps its largest so far and rescales its sum when a larger one comes.
-template <typename T>
-Denominator measure_online(const T *x, int64_t n) {
-  F top = splat(kLowest), total = {};
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    F v[kUnroll], next = top;
-    for (int u = 0; u < kUnroll; ++u) {
-      v[u] = load(x + i + u * W);
-      next = larger(v[u], next);
-    }
-    total *= exponential(top - next);
-    for (int u = 0; u < kUnroll; ++u) total += exponential(v[u] - next);
-    top = next;
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    const F v = keep(load_part(x + i, m), m, -__builtin_inff()), next = larger(v, top);
-    total = total * exponential(top - next) + exponential(v - next);
-    top = next;
-  }
-  const float most = largest(top);
-  return {most, (double)sum(total * exponential(top - most))};
-}
-
-// Two passes; `e`, if not null, receives exp(x - largest).
+// Of kSpan elements at a time; the sum is rescaled when a larger element comes. `e`, if not null, receives
+// exp(x - largest), of a row that is one span.
 template <typename T>
 Denominator measure(const T *x, float *e, int64_t n) {
-  F tops[kUnroll];
-  for (int u = 0; u < kUnroll; ++u) tops[u] = splat(kLowest);
-  int64_t i = 0;
-  for (; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) tops[u] = larger(load(x + i + u * W), tops[u]);
+  Denominator d = {kLowest, 0.0};
+  for (int64_t start = 0; start < n; start += kSpan) {
+    const int64_t length = n - start < kSpan ? n - start : kSpan;
+    const T *from = x + start;
+    const float before = d.largest, here = largest(from, length), top = here > before ? here : before;
+    const F sums = accumulate<F>(length, [=](int64_t i, int64_t m) {
+      F v = exponential(load_some(from + i, m) - top);
+      if (m < W) v = keep(v, m, 0.0f);
+      if (e) m < W ? store_part(e + i, v, m) : store(e + i, v);
+      return v;
+    });
+    d = {top, d.total * exp((double)before - (double)top) + (double)sum(sums)};
   }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    tops[0] = larger(keep(load_part(x + i, m), m, kLowest), tops[0]);
-  }
-  for (int u = 1; u < kUnroll; ++u) tops[0] = larger(tops[u], tops[0]);
-  const float most = largest(tops[0]);
-
-  F totals[kUnroll] = {};
-  for (i = 0; i + kUnroll * W <= n; i += kUnroll * W) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const F v = exponential(load(x + i + u * W) - most);
-      if (e) store(e + i + u * W, v);
-      totals[u] += v;
-    }
-  }
-  for (; i < n; i += W) {
-    const int64_t m = n - i < W ? n - i : W;
-    const F v = keep(exponential(load_part(x + i, m) - most), m, 0.0f);
-    if (e) store_part(e + i, v, m);
-    totals[0] += v;
-  }
-  for (int u = 1; u < kUnroll; ++u) totals[0] += totals[u];
-  return {most, (double)sum(totals[0])};
+  return d;
 }
 
 template <typename T>
 void softmax_row(const T *x, T *y, int64_t n) {
-  constexpr bool kStored = sizeof(T) == sizeof(float) && !kRecompute && !kOnline;
-  Denominator d;
-  if constexpr (kStored) d = measure((const float *)x, (float *)y, n);
-  else if constexpr (kOnline) d = measure_online(x, n);
-  else d = measure(x, nullptr, n);
+  if constexpr (sizeof(T) == sizeof(float) && !kRecompute) {
+    if (n <= kSpan) {
+      const float scale = (float)(1.0 / measure(x, y, n).total);
+      int64_t i = 0;
+      for (; i + W <= n; i += W) store(y + i, load(y + i) * scale);
+      if (i < n) store_part(y + i, load_part(y + i, n - i) * scale, n - i);
+      return;
+    }
+  }
+  const Denominator d = measure(x, nullptr, n);
   const float scale = (float)(1.0 / d.total);
   int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    store(y + i, (kStored ? load(y + i) : exponential(load(x + i) - d.largest)) * scale);
-  }
-  if (i < n) {
-    const int64_t m = n - i;
-    store_part(y + i, (kStored ? load_part(y + i, m) : exponential(load_part(x + i, m) - d.largest)) * scale, m);
-  }
+  for (; i + W <= n; i += W) store(y + i, exponential(load(x + i) - d.largest) * scale);
+  if (i < n) store_part(y + i, exponential(load_part(x + i, n - i) - d.largest) * scale, n - i);
 }
 
 // `width` <= kUnroll * W neighbouring columns; `from` and `to` are the steps along the softmax's dimension.
@@ -252,8 +253,12 @@ void softmax_tile(const T *x, T *y, int64_t n, int64_t from, int64_t to, int64_t
   for (int64_t i = 0; i < n; ++i) {
     for (int u = 0; u < vectors; ++u) tops[u] = larger(read(i, u), tops[u]);
   }
-  for (int64_t i = 0; i < n; ++i) {
-    for (int u = 0; u < vectors; ++u) totals[u] += exponential(read(i, u) - tops[u]);
+  for (int64_t start = 0; start < n; start += 64) {  // short runs, so that rounding does not grow with n
+    F part[kUnroll] = {};
+    for (int64_t i = start; i < start + 64 && i < n; ++i) {
+      for (int u = 0; u < vectors; ++u) part[u] += exponential(read(i, u) - tops[u]);
+    }
+    for (int u = 0; u < vectors; ++u) totals[u] += part[u];
   }
   for (int u = 0; u < vectors; ++u) totals[u] = 1.0f / totals[u];
   for (int64_t i = 0; i < n; ++i) {
