@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autokernel_hf.errors import UsageError
 from autokernel_hf.kernels.base import REQUIRED, Arg, Dims, KernelType, Output, Reduced
 from autokernel_hf.records import Backend
 
@@ -132,11 +133,12 @@ def fit(kernel_type: KernelType) -> Fit:
     """Which shapes and dtypes of a type's tensors fit together.
 
     Raises:
-        KeyError: The type says nothing of its shapes: a binding that checks none would let a kernel read anywhere.
+        UsageError: The type says nothing of its shapes: a binding that checks none would let a kernel read anywhere.
     """
     if kernel_type.name not in FITS:
-        raise KeyError(
-            f"no shapes are declared for {kernel_type.name}; add them to autokernel_hf.binding.FITS"
+        raise UsageError(
+            f"No shapes are declared for the kernel type {kernel_type.name}.",
+            remedy="Add them to FITS in autokernel_hf/binding.py.",
         )
     return FITS[kernel_type.name]
 
@@ -341,6 +343,7 @@ def _check_dtypes(kernel_type: KernelType) -> Iterable[str]:
 
 def _check_shapes(kernel_type: KernelType) -> Iterable[str]:
     rules = fit(kernel_type)
+    first = next(a.name for a in kernel_type.schema.args if a.is_tensor)
     symbols = sorted({w.rstrip("~") for s in rules.shapes.values() for w in s.split() if w[0].isalpha()})
     if symbols:
         yield f"int64_t {', '.join(f'{s} = -1' for s in symbols)};"
@@ -355,7 +358,7 @@ def _check_shapes(kernel_type: KernelType) -> Iterable[str]:
         else:
             test = " || ".join(f"({_alternative(name, a.split(), leader)})" for a in shape.split("|"))
         yield f"if ({name}.present() && !({test})) [[unlikely]]"
-        yield f'  ak::bad_shape(kOp, "{name}", {name}, "{shape_legend(shape)}");'
+        yield f'  ak::bad_shape(kOp, "{name}", {name}, "{shape_legend(shape)}", "{first}", {first});'
     for relation, a, b in rules.rules:
         if relation == "same_rank":
             yield f"if ({a}.present() && {b}.present() && {a}.rank() != {b}.rank()) [[unlikely]]"

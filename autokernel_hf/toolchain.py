@@ -44,7 +44,27 @@ def gxx() -> Tool:
         raise ToolMissingError(
             "No C++ compiler (g++) is on PATH.", remedy="Install one: apt-get install g++ (or set CXX)."
         )
-    return Tool(path=path, version=_first_line([path, "--version"]))
+    version = _first_line([path, "--version"])
+    number = re.search(r"(\d+)\.\d+", version)
+    if "clang" not in version and number is not None and int(number[1]) < 11:
+        raise ToolMissingError(
+            f"{path} is too old ({version}): it does not know the instruction sets x86-64-v2 to -v4.",
+            remedy="Install g++ 11 or later, and set CXX to it.",
+        )
+    return Tool(path=path, version=version)
+
+
+def need_binutils() -> None:
+    """The programs that take object files apart, which come with a compiler's linker.
+
+    Raises:
+        ToolMissingError: One is missing.
+    """
+    for program in ("objcopy", "readelf"):
+        if shutil.which(program) is None:
+            raise ToolMissingError(
+                f"{program} is not on PATH.", remedy="Install it: apt-get install binutils."
+            )
 
 
 @cache

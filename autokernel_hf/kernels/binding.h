@@ -20,8 +20,12 @@ constexpr uint64_t kTorchTarget = 0x020b000000000000ULL;  // the conventions use
 constexpr int kMaxRank = 64;                              // torch's own limit
 constexpr uintptr_t kAlignment = 16;                      // what candidates may count on after AK_NEED_CONTIGUOUS
 
-// The Python side turns a RuntimeError that starts so into a NotImplementedError: the stable interface has one kind.
+// The stable interface knows one kind of error; by these the Python side tells two others.
 #define AK_UNSUPPORTED_PREFIX "autokernel unsupported: "
+#define AK_OUT_OF_MEMORY_PREFIX "autokernel out of memory: "
+
+// Since torch 2.13; null before.
+extern "C" const char *torch_exception_get_what_without_backtrace() __attribute__((weak));
 
 [[noreturn, gnu::cold, gnu::noinline, gnu::format(printf, 1, 2)]] inline void fail(const char *format, ...) {
   char text[1024];
@@ -32,8 +36,13 @@ constexpr uintptr_t kAlignment = 16;                      // what candidates may
   throw std::runtime_error(text);
 }
 
+inline const char *reason() {
+  return torch_exception_get_what_without_backtrace != nullptr ? torch_exception_get_what_without_backtrace()
+                                                               : "its reason is on stderr";
+}
+
 inline void check(AOTITorchError error, const char *what) {
-  if (error != AOTI_TORCH_SUCCESS) [[unlikely]] fail("torch failed to %s", what);
+  if (error != AOTI_TORCH_SUCCESS) [[unlikely]] fail("torch failed to %s: %s", what, reason());
 }
 
 inline double number(StableIValue value) {
@@ -122,8 +131,9 @@ class Tensor {
       step *= sizes[i] > 0 ? sizes[i] : 1;
     }
     AtenTensorHandle handle;
-    check(aoti_torch_empty_strided(rank, sizes, strides, dtype, like.device_type, like.device_index, &handle),
-          "allocate a tensor");
+    if (aoti_torch_empty_strided(rank, sizes, strides, dtype, like.device_type, like.device_index, &handle) !=
+        AOTI_TORCH_SUCCESS) [[unlikely]]
+      fail(AK_OUT_OF_MEMORY_PREFIX "no memory for a tensor of %lld elements: %s", (long long)step, reason());
     reset(handle);
     read();
   }
@@ -219,13 +229,20 @@ inline bool broadcasts(const Tensor &tensor, std::initializer_list<int64_t> size
   return true;
 }
 
-[[noreturn, gnu::cold, gnu::noinline]] inline void bad_shape(const char *op, const char *name, const Tensor &tensor,
-                                                             const char *wanted) {
-  char sizes[256] = "";
+inline void shape_text(const Tensor &tensor, char *text, size_t room) {
   size_t used = 0;
-  for (int i = 0; i < tensor.rank() && used < sizeof sizes - 24; ++i)
-    used += (size_t)snprintf(sizes + used, sizeof sizes - used, "%s%lld", i ? ", " : "", (long long)tensor.size(i));
-  fail("%s: %s has shape (%s), which does not fit %s", op, name, sizes, wanted);
+  text[0] = 0;
+  for (int i = 0; i < tensor.rank() && used + 24 < room; ++i)
+    used += (size_t)snprintf(text + used, room - used, "%s%lld", i ? ", " : "", (long long)tensor.size(i));
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void bad_shape(const char *op, const char *name, const Tensor &tensor,
+                                                             const char *wanted, const char *first_name,
+                                                             const Tensor &first) {
+  char own[256], other[256];
+  shape_text(tensor, own, sizeof own);
+  shape_text(first, other, sizeof other);
+  fail("%s: %s has shape (%s), which does not fit %s where %s has shape (%s)", op, name, own, wanted, first_name, other);
 }
 
 inline void same_device(const char *op, const char *name, const Tensor &tensor, const Tensor &first) {
