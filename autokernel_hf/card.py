@@ -37,11 +37,11 @@ from autokernel_hf.sources import example_call
 TRANSFORMERS_HOOKS = frozenset(
     {"FastGELU", "GeLU", "GeluTanh", "NewGELU", "QuickGELU", "RMSNorm", "SiLU", "rotary_pos_emb"}
 )
-# Classes of torch that carry no hook, by the layer of ours that replaces their forward.
+# Classes of torch that carry no hook, by the layer of ours that replaces their forward, and for which of them it does.
 _TORCH_CLASSES = {
-    "LayerNorm": "torch.nn.LayerNorm",
-    "TorchRMSNorm": "torch.nn.RMSNorm",
-    "Softmax": "torch.nn.Softmax",
+    "LayerNorm": "torch.nn.LayerNorm, {hook}, lambda m: len(m.normalized_shape) == 1",
+    "TorchRMSNorm": "torch.nn.RMSNorm, {hook}, lambda m: len(m.normalized_shape) == 1 and None not in (m.weight, m.eps)",
+    "Softmax": "torch.nn.Softmax, {hook}, lambda m: m.dim is not None",
 }
 # Licences by which the Hub files a repository; others are named beside `other`.
 _HUB_LICENSES = frozenset(
@@ -103,7 +103,7 @@ def render(facts: Facts) -> str:
     usable = packages.usable_layers(first.path, kernel_type.name)
     device_type = "cpu" if facts.candidate.backend == "cpp" else "cuda"
     hooks = {layer.name: layer.hook for layer in kernel_type.layers}
-    layers = [{"name": n, "hook": hooks.get(n, n), "replaces": _TORCH_CLASSES.get(n)} for n in usable]
+    layers = [_layer(name, hooks.get(name, name)) for name in usable]
     docs = _layer_docs(first.path)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -125,12 +125,12 @@ def render(facts: Facts) -> str:
         device_type=device_type,
         functions=[kernel_type.schema.text],
         layers=layers,
-        hooked=[layer for layer in layers if layer["hook"] in TRANSFORMERS_HOOKS],
-        marked=[layer for layer in layers if layer["replaces"] is not None],
+        hooked=[layer for layer in layers if layer.hook in TRANSFORMERS_HOOKS],
+        marked=[layer for layer in layers if layer.marked_by is not None],
         unusable=[n for n in packages.layer_names(first.path) if n not in usable],
         layer_table=_table(
             ("layer", "hook", "replaces the forward of"),
-            [(f"`{x['name']}`", f"`{x['hook']}`", docs.get(str(x["name"]), "")) for x in layers],
+            [(f"`{x.name}`", f"`{x.hook}`", docs.get(x.name, "")) for x in layers],
         ),
         variant_table=_table(("variant", "device", "state"), [_variant_row(v, facts) for v in variants]),
         built_how=_built_how(facts, variants),
@@ -146,6 +146,20 @@ def render(facts: Facts) -> str:
         reproduce=_reproduce(facts.settings, facts.profile),
     )
     return _without_double_blanks(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """A layer, the hook it is known by, and how a class of torch is marked with that hook."""
+
+    name: str
+    hook: str
+    marked_by: str | None
+
+
+def _layer(name: str, hook: str) -> _Layer:
+    marked = _TORCH_CLASSES.get(name)
+    return _Layer(name=name, hook=hook, marked_by=marked.format(hook=f'"{hook}"') if marked else None)
 
 
 def _without_double_blanks(text: str) -> str:

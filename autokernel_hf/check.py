@@ -156,7 +156,7 @@ def load_fresh(
     no_gpu = not torch.cuda.is_available()
     device = "cpu" if no_gpu else "cuda"
     calls = list(_calls(variants, device)) if run else []
-    noarch = next((v for v in variants if v.name.startswith("torch-") and not v.libraries), None)
+    noarch = next((v for v in variants if packages.is_noarch(v.name)), None)
     with tempfile.TemporaryDirectory(prefix="autokernel_hf-check-") as temporary:
         work = Path(temporary)
         torch.save([_as_saved(call) for call in calls], work / "calls.pt")

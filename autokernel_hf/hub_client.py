@@ -39,7 +39,7 @@ def api() -> Any:
 
 def is_repo_id(text: str) -> bool:
     """Whether this reads as `namespace/name`."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None and ".." not in text
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None and ".." not in text
 
 
 def check_repo_id(repo_id: str) -> None:

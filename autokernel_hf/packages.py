@@ -98,6 +98,11 @@ def is_variant(name: str) -> bool:
     return _NOARCH.fullmatch(name) is not None or _COMPILED.fullmatch(name) is not None
 
 
+def is_noarch(name: str) -> bool:
+    """Whether a variant's name is one without compiled code: `torch-cuda`."""
+    return _NOARCH.fullmatch(name) is not None
+
+
 def backend_of_variant(name: str) -> str:
     """The backend type that a variant's name stands for: `torch-stable-abi211-cu130-x86_64-linux` is `cuda`."""
     match = _NOARCH.fullmatch(name) or _COMPILED.fullmatch(name)
@@ -242,7 +247,9 @@ def usable_layers(variant: Path, function: str) -> tuple[str, ...]:
     words = {word for name, listed in domain(variant).items() if name != "dtype" for word in listed}
     called = layer_words(variant, function)
     return tuple(
-        name for name in layer_names(variant) if not words or all(word in words for word in called.get(name, ()))
+        name
+        for name in layer_names(variant)
+        if not words or all(word in words for word in called.get(name, ()))
     )
 
 
@@ -412,7 +419,7 @@ def _local_needles() -> list[tuple[str, re.Pattern[bytes]]]:
     """This machine's own paths and names, as patterns."""
     import huggingface_hub
 
-    folders = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir(), sys.prefix}
+    folders = {str(Path.home()), str(Path.cwd()), sys.prefix}
     folders |= {
         os.environ[v] for v in ("HF_HOME", "AUTOKERNEL_HF_CACHE", "XDG_CACHE_HOME") if os.environ.get(v)
     }
@@ -420,8 +427,10 @@ def _local_needles() -> list[tuple[str, re.Pattern[bytes]]]:
         (f"the local path {folder}", re.compile(re.escape(folder.encode()) + rb"(?=[/\\\"'\s:\0]|$)"))
         for folder in sorted(folders)
         # A shared system folder tells nothing about its owner.
-        if len(Path(folder).parts) > 1 and folder not in ("/usr", "/usr/local", "/opt")
+        if len(Path(folder).parts) > 1 and folder not in ("/usr", "/usr/local", "/opt", "/tmp")
     ]
+    temporary = re.escape(tempfile.gettempdir().encode())
+    needles.append(("the path of a temporary file here", re.compile(temporary + rb"/[\w.-]+/")))
     for what, name in (("the user name", _user_name()), ("the host name", socket.gethostname())):
         if len(name) >= 4 and name.lower() not in _COMMON_NAMES:
             needles.append((f"{what} {name}", re.compile(rb"\b" + re.escape(name.encode()) + rb"\b")))
