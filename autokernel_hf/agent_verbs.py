@@ -25,7 +25,7 @@ from autokernel_hf.records import (
     Target,
     Workload,
 )
-from autokernel_hf.runs import opened, weighted, weighted_interval
+from autokernel_hf.runs import gain_over, opened, weighted
 
 if TYPE_CHECKING:
     from autokernel_hf._console import Console
@@ -143,13 +143,14 @@ def attempt(run_dir: Path, target: str | None, file: Path, note: str, progress: 
                 source=candidate.source, rationale=note, tags=("external",), tunables=_values(candidate)
             )
             record = search.experiment(candidate, proposal)
+        gain = gain_over(record.evaluation, "incumbent")
         return TryDocument(
             status=record.evaluation.status,
             decision=record.decision,
             experiment=record.experiment,
             reason=record.reason or record.evaluation.reason,
-            speedup_vs_incumbent=weighted(record.evaluation, "speedup_vs_incumbent"),
-            ci95_vs_incumbent=weighted_interval(record.evaluation, "ci95_vs_incumbent"),
+            speedup_vs_incumbent=gain[0] if gain else None,
+            ci95_vs_incumbent=gain[1] if gain else None,
             evaluation=record.evaluation,
         )
 

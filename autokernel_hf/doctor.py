@@ -210,7 +210,7 @@ def _isolation() -> Check:
 
 
 def _cache() -> Check:
-    from autokernel_hf.build import cache_root
+    from autokernel_hf.cache import cache_root
 
     path = cache_root()
     parent = next(p for p in (path, *path.parents) if p.exists())

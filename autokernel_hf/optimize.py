@@ -29,7 +29,7 @@ from autokernel_hf.records import (
     Winner,
     WorkloadResult,
 )
-from autokernel_hf.runs import Finished, Run, Started, weighted, weighted_interval
+from autokernel_hf.runs import Finished, Run, Started, gain_over, weighted
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,8 @@ class Search:
             self.run.append(Finished(result=result, at=time.time()))
             return result, None
         confirmation = self.judge.confirm(incumbent)
-        interval = weighted_interval(confirmation, "ci95_vs_eager")
+        gain = gain_over(confirmation, "eager")
+        interval = gain[1] if gain else None
         if confirmation.status != "passed":
             outcome = self._outcome(
                 status="failed",
@@ -283,7 +284,7 @@ class Search:
             update={
                 "baseline_us": weighted(confirmation, "eager_us"),
                 "best_us": weighted(confirmation, "latency_us"),
-                "speedup": weighted(confirmation, "speedup_vs_eager"),
+                "speedup": gain[0] if gain else None,
                 "speedup_ci95": interval,
             }
         )

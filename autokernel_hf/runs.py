@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from autokernel_hf.errors import RunError, ToolMissingError
+from autokernel_hf.judge import statistics
 from autokernel_hf.records import (
     SOURCE_SUFFIX,
     Backend,
@@ -476,29 +477,20 @@ def opened(path: Path, *, lock: bool = True) -> Iterator[Run]:
 
 def weighted(evaluation: Evaluation, field: str) -> float | None:
     """Geometric mean of a workload figure, weighted by the workloads' shares; None where one is missing."""
-    import math
-
-    values = [(getattr(w, field), w.share) for w in evaluation.workloads]
-    if not values or any(v is None or v <= 0 for v, _ in values):
+    values = [getattr(w, field) for w in evaluation.workloads]
+    if not values or any(v is None or v <= 0 for v in values):
         return None
-    total = sum(s for _, s in values)
-    weights = [s / total if total else 1 / len(values) for _, s in values]
-    return math.exp(sum(w * math.log(v) for (v, _), w in zip(values, weights, strict=True)))
+    mean, _ = statistics.combine(values, [(v, v) for v in values], [w.share for w in evaluation.workloads])
+    return mean
 
 
-def weighted_interval(evaluation: Evaluation, field: str) -> Interval | None:
-    """The interval of `weighted`, from the workloads' own: conservative, as if their errors all pointed one way."""
-    import math
-
-    values = [(getattr(w, field), w.share) for w in evaluation.workloads]
-    if not values or any(v is None for v, _ in values):
+def gain_over(evaluation: Evaluation, other: Literal["eager", "incumbent"]) -> tuple[float, Interval] | None:
+    """Speed-up over the model's own code or the incumbent, all workloads together; None where one was not timed."""
+    speedups = [getattr(w, f"speedup_vs_{other}") for w in evaluation.workloads]
+    intervals = [getattr(w, f"ci95_vs_{other}") for w in evaluation.workloads]
+    if not speedups or None in speedups or None in intervals:
         return None
-    total = sum(s for _, s in values)
-    weights = [s / total if total else 1 / len(values) for _, s in values]
-    low, high = (
-        math.exp(sum(w * math.log(v[i]) for (v, _), w in zip(values, weights, strict=True))) for i in (0, 1)
-    )
-    return (low, high)
+    return statistics.combine(speedups, intervals, [w.share for w in evaluation.workloads])
 
 
 def _cell(value: float | None, digits: int = 4) -> str:
