@@ -53,13 +53,19 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-struct __half { _Float16 v; };
+struct __half_raw { unsigned short x; };
+struct __half {
+  _Float16 v;
+  __half() = default;
+  __half(_Float16 v) : v(v) {}
+  __half(__half_raw raw) { memcpy(&v, &raw, 2); }
+};
 struct __nv_bfloat16 { uint16_t bits; };
 struct alignas(4) __half2 { __half x, y; };
 struct alignas(4) __nv_bfloat162 { __nv_bfloat16 x, y; };
 
 inline float __half2float(__half h) { return (float)h.v; }
-inline __half __float2half_rn(float f) { return {(_Float16)f}; }
+inline __half __float2half_rn(float f) { return __half((_Float16)f); }
 inline __half __float2half(float f) { return __float2half_rn(f); }
 inline __half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
 inline float __bfloat162float(__nv_bfloat16 b) {
@@ -77,6 +83,18 @@ inline __nv_bfloat16 __float2bfloat16_rn(float f) {
 inline __nv_bfloat16 __float2bfloat16(float f) { return __float2bfloat16_rn(f); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
   return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)};
+}
+
+typedef uint8_t __nv_fp8_storage_t;
+enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
+inline __half_raw __nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t x, __nv_fp8_interpretation_t) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  float value = exponent == 0 ? ldexpf((float)mantissa, -9) : ldexpf(8.0f + (float)mantissa, exponent - 10);
+  if ((x & 0x7f) == 0x7f) value = NAN;
+  const __half h = __float2half_rn(x & 0x80 ? -value : value);
+  __half_raw raw;
+  memcpy(&raw, &h, 2);
+  return raw;
 }
 
 inline float __expf(float x) { return expf(x); }

@@ -200,7 +200,7 @@ def as_cpp(source: str) -> str:
     source = re.sub(r"#include\s*<(cuda|mma)[^>]*>", "", source)
     count = iter(range(1 << 20))
     source = re.sub(
-        r"extern\s+__shared__\s+(?:alignas\(\d+\)\s+|__align__\(\d+\)\s+)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;",
+        r"extern\s+__shared__\s+(?:alignas\(\d+\)\s+|__align__\(\d+\)\s+)?((?:unsigned )?[\w:]+)\s+(\w+)\s*\[\s*\]\s*;",
         r"\1 *\2 = reinterpret_cast<\1 *>(emu::dynamic_shared());",
         source,
     )
@@ -214,7 +214,7 @@ def as_cpp(source: str) -> str:
         shared,
         source,
     )
-    source = re.sub(r"(\w+(?:<[^;<>]*>)?)<<<([^;]*?)>>>\(", r"emu::launch(emu::Config(\2), \1, ", source)
+    source = re.sub(r"(\w+(?:<[^;<>]*>)?)\s*<<<([^;]*?)>>>\(", r"emu::launch(emu::Config(\2), \1, ", source)
     source = re.sub(r"asm\s+volatile\s*\((.*?)\)\s*;", _ptx, source, flags=re.DOTALL)
     return f'#include "{HEADER.name}"\n{source}'
 
