@@ -29,7 +29,9 @@ EARLY_LEVEL = 0.9998
 EARLY_ROUNDS = 10
 FULL_ROUNDS = 30
 _LOOK_EVERY = 10
-NARROW = 0.5  # half-width of the interval, in epsilons, at which more rounds cannot change a verdict that matters
+NARROW = (
+    0.5  # half-width of the interval, in epsilons, at which more rounds cannot change a verdict that matters
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,236 @@
+"""The child: builds, imports and calls one candidate, and does what the referee says. It decides nothing.
+
+What it reports about an output (shape, dtype, aliasing) is checked against the arena by the referee where that is
+possible; values and verdicts never come from here.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autokernel_hf import build
+from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
+from autokernel_hf.judge import audit, messages, turn
+from autokernel_hf.judge.arena import POISON, Arena, Slot
+from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
+from autokernel_hf.records import Candidate
+
+_COMPILE_ERRORS = {
+    "CompilationError",
+    "UnsupportedLanguageConstruct",
+    "CompileTimeAssertionFailure",
+    "PTXASError",
+}
+_TOO_MUCH = {"OutOfResources"}  # of shared memory or registers: the configuration does not fit this device
+_MEMORY_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "Unable to allocate",
+)
+_ALIAS_WORDS = ("alias", "must not also be an input")
+
+
+def serve(channel: socket.socket) -> int:
+    """Do what comes over the channel until it is closed; the exit code."""
+    worker = _Worker(channel)
+    while True:
+        try:
+            request = messages.receive(channel)
+        except messages.PeerGone:
+            return 0
+        try:
+            reply = worker.do(request)
+        except BaseException as error:  # noqa: BLE001
+            # This is the wall between a candidate and the judge: whatever it raises is a result, an exit too.
+            traceback.print_exc()
+            reply = {"error": classify(error), "message": describe(error)}
+        try:
+            messages.send(channel, reply)
+        except messages.PeerGone:
+            return 0
+
+
+def classify(error: BaseException) -> str:
+    """The bench status that an exception stands for; `tool_missing` where the machine is at fault."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    text = str(error)
+    cause = error.__cause__
+    if "InterpreterError" in names and cause is not None:
+        return classify(cause)
+    if isinstance(error, ToolMissingError):
+        return "tool_missing"
+    if isinstance(error, CandidateError):
+        return "rejected"
+    if isinstance(error, CompileError) or names & _COMPILE_ERRORS or names & _TOO_MUCH:
+        return "compile_error"
+    if isinstance(error, turn.WrongOutput):
+        return "incorrect"
+    if isinstance(error, NotImplementedError):
+        return "unsupported"
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or any(w in text for w in _MEMORY_WORDS):
+        return "out_of_memory"
+    if isinstance(error, RuntimeError) and any(w in text for w in _ALIAS_WORDS):
+        return "incorrect"
+    return "crashed"
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, AutokernelError):
+        return str(error)[:4000]
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}"[:2000] if text else type(error).__name__
+
+
+class _Worker:
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.arena: Arena | None = None
+        self.module: ModuleType | None = None
+        self.function: Callable[..., Any] | None = None
+        self.flush: Tensor | None = None
+        self.watch: audit.Watch | None = None
+        # The outputs of the last checked call stay alive: one that is returned again is not new.
+        self.last: tuple[Tensor, ...] = ()
+
+    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+        method: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"do_{request['op']}")
+        return method(request)
+
+    def do_noop(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def do_open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Take over an arena, instead of the one before."""
+        descriptor = None
+        if request["handle"]["kind"] == "cpu":
+            _, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
+            descriptor = descriptors[0]
+        self.last = ()
+        if self.arena is not None:
+            self.arena.close()
+            gc.collect()
+        self.arena = Arena.open(request["handle"], descriptor)
+        if self.flush is None:
+            self.flush = turn.flush_buffer(self.arena.memory.device)
+        return {"threads": torch.get_num_threads()}
+
+    def do_build(self, request: dict[str, Any]) -> dict[str, Any]:
+        candidate = Candidate.model_validate(request["candidate"])
+        built = build.build(candidate, device=request["device"])
+        return {"built": built.model_dump(mode="json")}
+
+    def do_load(self, request: dict[str, Any]) -> dict[str, Any]:
+        watch = audit.Watch()
+        self.module = build.load(request["path"])
+        self.watch = watch
+        self.function = getattr(self.module, request["kernel_type"])
+        return {}
+
+    def do_inspect(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the candidate has replaced since before it was imported."""
+        return {"replaced": self.watch.replaced() if self.watch is not None else []}
+
+    def do_audit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The operators that a Triton candidate's own Python runs in a call."""
+        assert self.module is not None
+        operation = sys.modules[f"{self.module.__name__}.op"]
+        return {"operators": audit.operators_of(operation.kernel_fn, self._arguments(request["args"]))}
+
+    def do_call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call once, and copy the outputs to their slots."""
+        assert self.arena is not None and self.function is not None
+        arguments = self._arguments(request["args"])
+        if request.get("disturb"):
+            _disturb(self.arena.memory.device)
+        _poison_pool(request["sinks"], self.arena.memory.device)
+        result = self.function(**arguments)
+        if self.arena.memory.device.type == "cuda":
+            torch.cuda.synchronize()
+        outputs = turn.as_tuple(result)
+        reports = [self._report(output, arguments) for output in outputs]
+        storages = [r["storage"] for r in reports if "storage" in r]
+        shared = len(set(storages)) != len(storages)
+        for output, data in zip(outputs, request["sinks"], strict=False):
+            sink = self.arena.view(Slot.from_json(data))
+            # A wrong shape or dtype is in the report; there is nothing to compare then.
+            if type(output) is Tensor and output.shape == sink.shape and output.dtype == sink.dtype:
+                sink.copy_(output)
+        if self.arena.memory.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.last = tuple(o for o in outputs if isinstance(o, Tensor))
+        for report in reports:
+            report.pop("storage", None)
+        return {"outputs": reports, "shared": shared}
+
+    def do_turn(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Take one turn of a round of timing."""
+        assert self.arena is not None and self.function is not None
+        arguments = self._arguments(request["args"])
+        taken = turn.Turn(
+            self.function,
+            arguments,
+            [arguments[name] for name in request["live"]],
+            [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sources"]],
+            [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sinks"]],
+        ).take(self.flush)
+        return {"device_us": taken.device_us, "host_us": taken.host_us, "late_us": taken.late_us}
+
+    def do_memory(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The most device memory that was allocated here so far, in bytes; the arena is not part of it."""
+        if self.arena is None or self.arena.memory.device.type != "cuda":
+            return {"peak_bytes": None}
+        return {"peak_bytes": torch.cuda.max_memory_allocated()}
+
+    def _arguments(self, args: list[list[Any]]) -> dict[str, Any]:
+        assert self.arena is not None
+        return {
+            name: self.arena.view(Slot.from_json(value)) if isinstance(value, dict) else value
+            for name, value in args
+        }
+
+    def _report(self, output: object, arguments: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(output, Tensor):
+            return {"type": type(output).__name__}
+        report: dict[str, Any] = {
+            "type": type(output).__name__ if type(output) is not Tensor else "Tensor",
+            "shape": list(output.shape),
+            "dtype": DTYPE_NAMES.get(output.dtype, str(output.dtype)),
+            "device": output.device.type,
+            "contiguous": output.is_contiguous(),
+        }
+        if output.layout is not torch.strided or not output.numel():
+            return report
+        assert self.arena is not None
+        storage = output.untyped_storage().data_ptr()
+        report["storage"] = storage
+        report["aliases_input"] = storage == self.arena.memory.untyped_storage().data_ptr()
+        report["aliases_last"] = any(
+            storage == old.untyped_storage().data_ptr() for old in self.last if old.numel()
+        )
+        return report
+
+
+def _poison_pool(sinks: list[dict[str, Any]], device: torch.device) -> None:
+    """Leave garbage in freed memory of the outputs' sizes: what a kernel does not write must not look right."""
+    for data in sinks:
+        spec = Slot.from_json(data).spec
+        torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=device).view(-1).view(torch.uint8).fill_(
+            POISON
+        )
+
+
+def _disturb(device: torch.device) -> None:
+    """An unrelated op: other memory, other threads, another kernel before the next call."""
+    a = torch.randn(257, 129, device=device)
+    (a @ a.T).sigmoid().sum().item()

@@ -1,0 +1,41 @@
+"""The referee's entry point. It starts the fork server first, so that both import torch at the same time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+
+from autokernel_hf.judge import sandbox
+from autokernel_hf.judge.server import Server
+from autokernel_hf.judge.session import Settings
+
+
+def main(descriptor: str) -> None:
+    """Serve one session over an inherited descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in set(os.environ) - set(sandbox.scrubbed(os.environ)):
+        del os.environ[name]
+    channel = Connection(int(descriptor))
+    try:
+        settings = channel.recv()
+    except EOFError:
+        return
+    assert isinstance(settings, Settings)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    server = None
+    if settings.device == "cpu" or settings.backend == "cpp":
+        server = Server(interpret=settings.backend == "triton", device="cpu")
+
+    from autokernel_hf.judge import referee
+
+    referee.serve(channel, settings, server)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and so the server and all children, when the orchestrator has ended."""
+    wait = threading.Event()
+    while os.getppid() == parent:
+        wait.wait(0.5)
+    os._exit(1)

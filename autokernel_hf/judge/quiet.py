@@ -1,0 +1,62 @@
+"""Waiting until a processor is free: threads of an OpenMP pool spin for some 12 ms after a parallel region ends.
+
+The contenders of a round live in several processes, so without waiting the pool of the one that just finished takes a
+core from the one whose turn it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_POLL_S = 0.001
+
+
+def wait_for_quiet(pids: Iterable[int], *, limit_s: float) -> bool:
+    """Wait until no thread of these processes, of their descendants, and no other thread of this one, runs.
+
+    Returns:
+        Whether that was reached within the limit.
+    """
+    roots = list(pids)
+    deadline = time.monotonic() + limit_s
+    while True:
+        if not _own_threads_run() and not any(_runs(pid) for root in roots for pid in _family(root)):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+def _own_threads_run() -> bool:
+    me = str(threading.get_native_id())
+    return any(_state(task) == "R" for task in Path("/proc/self/task").iterdir() if task.name != me)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return any(_state(task) == "R" for task in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False  # it has ended
+
+
+def _state(task: Path) -> str:
+    try:
+        text = (task / "stat").read_text()
+    except OSError:
+        return ""
+    return text.rsplit(")", 1)[1].split()[0]
+
+
+def _family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for member in found:
+        try:
+            for task in Path(f"/proc/{member}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,268 @@
+"""The referee's hold on a child: commands with a deadline, and what it means when no answer comes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from autokernel_hf.errors import JudgeError, ToolMissingError
+from autokernel_hf.judge import messages
+from autokernel_hf.judge.arena import Pool, Slot
+from autokernel_hf.judge.server import Spawned
+from autokernel_hf.judge.turn import Times
+from autokernel_hf.records import BenchStatus, Built, Candidate
+
+_BUILD_TIMEOUT_S = 330.0  # above the compiler's own limit
+_START_TIMEOUT_S = 60.0
+_LAST_WORDS_S = 2.0  # a process that is ending needs a moment until its end is known
+
+
+class Failed(Exception):  # noqa: N818 - the verdict on a candidate, not a fault of this program
+    """The child did not do what it was told.
+
+    Args:
+        status: What that makes of the candidate.
+        what: What was seen, as the rest of a sentence whose subject is the candidate.
+    """
+
+    def __init__(self, status: BenchStatus, what: str) -> None:
+        super().__init__(what)
+        self.status = status
+        self.what = what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a child says of the outputs of one call."""
+
+    outputs: tuple[dict[str, Any], ...]
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReport:
+    """A child's own times, and the referee's clock around the whole turn."""
+
+    times: Times
+    wall_us: float
+
+
+class Child:
+    """One child process with its arena.
+
+    Args:
+        timeout_s: The longest that one command may take, building apart.
+    """
+
+    def __init__(self, spawned: Spawned, pool: Pool, *, timeout_s: float) -> None:
+        self.spawned = spawned
+        self.arena = pool.take()
+        self._pool = pool
+        self.timeout_s = timeout_s
+        self.ended = False
+        self.built: Built | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.spawned.pid is not None
+        return self.spawned.pid
+
+    def open(self) -> None:
+        """Hand the arena over.
+
+        Raises:
+            JudgeError: The child, which holds no candidate yet, cannot open it.
+        """
+        try:
+            messages.send(self.spawned.channel, {"op": "open", "handle": self.arena.handle()})
+            if self.arena.descriptor is not None:
+                socket.send_fds(self.spawned.channel, [b"."], [self.arena.descriptor])
+            reply = messages.receive(self.spawned.channel, timeout_s=_START_TIMEOUT_S)
+        except (messages.PeerGone, messages.TooLate):
+            reply = {"error": "crashed", "message": "it ended"}
+        if "error" in reply:
+            said = self.spawned.output()
+            self.end()
+            raise JudgeError(f"A fresh process could not open the shared memory: {reply['message']}\n{said}")
+
+    def build(self, candidate: Candidate, device: str) -> Built:
+        """Build the candidate inside the child, and import it there.
+
+        Raises:
+            Failed: It does not build or import.
+            ToolMissingError: This machine has no compiler for it.
+        """
+        request = {"op": "build", "candidate": candidate.model_dump(mode="json"), "device": device}
+        try:
+            built = Built.model_validate(self._command(request, _BUILD_TIMEOUT_S)["built"])
+        except (KeyError, ValueError) as error:
+            self.end()
+            raise Failed("rejected", f"forged what its build returned ({type(error).__name__})") from None
+        self._command(
+            {"op": "load", "path": built.path, "kernel_type": candidate.kernel_type}, self.timeout_s
+        )
+        self.built = built
+        return built
+
+    def inspect(self) -> None:
+        """Look for what the candidate has replaced in its process.
+
+        Raises:
+            Failed: It has.
+        """
+        replaced = self._command({"op": "inspect"}, self.timeout_s).get("replaced")
+        if not isinstance(replaced, list):
+            raise self._forged()
+        if replaced:
+            raise Failed("rejected", f"replaced {', '.join(map(str, replaced[:5]))}")
+
+    def audit(self, args: Sequence[tuple[str, object]]) -> None:
+        """Look at what a Triton candidate lets torch do.
+
+        Raises:
+            Failed: More than allocating, viewing and copying.
+        """
+        operators = self._command({"op": "audit", "args": _wire(args)}, self.timeout_s).get("operators")
+        if not isinstance(operators, list):
+            raise self._forged()
+        if operators:
+            names = ", ".join(map(str, operators[:5]))
+            raise Failed("rejected", f"lets torch compute ({names}); it may only allocate, view and copy")
+
+    def start_call(self, args: Sequence[tuple[str, object]], sinks: Sequence[Slot], *, disturb: bool) -> None:
+        """Have it call the candidate; the answer is for `finish_call`."""
+        self._deadline = time.monotonic() + self.timeout_s
+        self._send(
+            {"op": "call", "args": _wire(args), "sinks": [s.to_json() for s in sinks], "disturb": disturb}
+        )
+
+    def finish_call(self) -> Report:
+        reply = self._receive(max(self._deadline - time.monotonic(), 0.1))
+        try:
+            return Report(outputs=tuple(dict(o) for o in reply["outputs"]), shared=bool(reply["shared"]))
+        except (KeyError, TypeError, ValueError):
+            raise self._forged() from None
+
+    def turn(
+        self,
+        args: Sequence[tuple[str, object]],
+        live: Sequence[str],
+        sources: Sequence[Sequence[Slot]],
+        sinks: Sequence[Sequence[Slot]],
+    ) -> TurnReport:
+        """Have it take a turn of timed calls.
+
+        Raises:
+            Failed: It crashed, hung, or reported nonsense.
+        """
+        request = {
+            "op": "turn",
+            "args": _wire(args),
+            "live": list(live),
+            "sources": [[s.to_json() for s in call] for call in sources],
+            "sinks": [[s.to_json() for s in call] for call in sinks],
+        }
+        began = time.perf_counter_ns()
+        reply = self._command(request, self.timeout_s)
+        wall_us = (time.perf_counter_ns() - began) / 1e3
+        try:
+            times = Times(
+                device_us=tuple(map(float, reply["device_us"])),
+                host_us=tuple(map(float, reply["host_us"])),
+                late_us=tuple(map(float, reply["late_us"])),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise self._forged() from None
+        if len(times.device_us) != len(sources) or not all(0 < t < 1e12 for t in times.device_us):
+            raise self._forged()
+        if sum(times.device_us) > wall_us:
+            self.end()
+            raise Failed("rejected", "reported times that add up to more than the turn took")
+        return TurnReport(times=times, wall_us=wall_us)
+
+    def noop(self) -> float:
+        """The time that a command without work takes, in microseconds."""
+        began = time.perf_counter_ns()
+        self._command({"op": "noop"}, self.timeout_s)
+        return (time.perf_counter_ns() - began) / 1e3
+
+    def peak_bytes(self) -> int | None:
+        value = self._command({"op": "memory"}, self.timeout_s).get("peak_bytes")
+        return value if isinstance(value, int) else None
+
+    def end(self) -> None:
+        """End it with all that it started, and put its arena back. Safe to call again."""
+        if self.ended:
+            return
+        self.ended = True
+        self.spawned.kill()
+        self.spawned.wait()
+        self.spawned.close()
+        self._pool.give(self.arena)
+
+    def _command(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self._send(request)
+        return self._receive(timeout_s)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        try:
+            messages.send(self.spawned.channel, request)
+        except messages.PeerGone:
+            raise self._gone() from None
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            reply = messages.receive(self.spawned.channel, timeout_s=timeout_s)
+        except messages.TooLate:
+            self.end()
+            raise Failed("timeout", f"did not return within {timeout_s:.3g} s") from None
+        except messages.PeerGone:
+            raise self._gone() from None
+        if "error" in reply:
+            status, message = str(reply["error"]), str(reply.get("message", ""))
+            if status == "tool_missing":
+                self.end()
+                raise ToolMissingError(message)
+            if status not in get_args(BenchStatus) or status == "passed":
+                raise self._forged()
+            raise Failed(cast(BenchStatus, status), _what(status, message))
+        return reply
+
+    def _gone(self) -> Failed:
+        """The channel is closed: the process is gone, or has closed it to be left alone."""
+        code = self.spawned.wait(_LAST_WORDS_S)
+        said = self.spawned.output(400)
+        self.end()
+        if code == -signal.SIGKILL:
+            how = "ended before it returned a result (killed, or it closed its channel)"
+        elif code < 0:
+            how = f"ended before it returned a result, by {signal.Signals(-code).name}"
+        else:
+            how = f"ended before it returned a result, with exit code {code}"
+        return Failed("crashed", how + (f"; it printed: {said}" if said else ""))
+
+    def _forged(self) -> Failed:
+        self.end()
+        return Failed("rejected", "sent an answer that no honest child sends")
+
+
+def _wire(args: Sequence[tuple[str, object]]) -> list[list[object]]:
+    return [[name, value.to_json() if isinstance(value, Slot) else value] for name, value in args]
+
+
+def _what(status: str, message: str) -> str:
+    if status == "rejected":
+        return f"breaks the candidate contract: {message}"
+    if status == "compile_error":
+        return f"does not compile: {message}"
+    if status == "unsupported":
+        return f"refuses the call: {message}"
+    if status == "out_of_memory":
+        return f"ran out of memory: {message}"
+    if status == "incorrect":
+        return f"returned {message}" if not message.startswith(("RuntimeError", "WrongOutput")) else message
+    return f"raised {message}"

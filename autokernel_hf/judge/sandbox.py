@@ -1,0 +1,101 @@
+"""What keeps a child from harming others, as far as this module goes: secrets, namespaces, and ending it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+_SECRET = re.compile(
+    r"(TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|COOKIE|SESSION_KEY|ACCESS_KEY)", re.IGNORECASE
+)
+_SECRET_FAMILIES = (
+    "AWS_",
+    "AZURE_",
+    "GOOGLE_",
+    "GCP_",
+    "GITHUB_",
+    "GITLAB_",
+    "SSH_",
+    "OPENAI_",
+    "ANTHROPIC_",
+    "WANDB_",
+)
+# Not secrets, though their names match: without them tokenizers and compilers behave otherwise.
+_HARMLESS = frozenset({"TOKENIZERS_PARALLELISM"})
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWPID = 0x20000000
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what looks like a secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _HARMLESS or not (_SECRET.search(name) or name.upper().startswith(_SECRET_FAMILIES))
+    }
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose parent ends: a double fork does not escape it."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def isolate() -> bool:
+    """Put the children that this process will fork into process and network namespaces of their own.
+
+    Returns:
+        Whether the system allowed it.
+    """
+    flags = _CLONE_NEWPID | _CLONE_NEWNET
+    user, group = os.geteuid(), os.getegid()
+    if user != 0:
+        flags |= _CLONE_NEWUSER
+    if _libc.unshare(flags) != 0:
+        if ctypes.get_errno() in (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOSPC):
+            return False
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if user != 0:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    return True
+
+
+def end_descendants() -> None:
+    """Kill everything below this process, and reap it. Needs `adopt_orphans` to have been called before."""
+    while True:
+        children = _children()
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    text = ""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            text += (task / "children").read_text() + " "
+    return [int(pid) for pid in text.split()]

@@ -1,0 +1,291 @@
+"""The fork server: a process that has imported what every child needs, and forks a child for each request.
+
+A fork takes milliseconds where a fresh interpreter takes seconds. The server starts no CUDA context and runs no
+parallel region: neither survives a fork. It is a process of its own, started by the referee, and ends with it.
+
+    server ── warden ── child                      without namespaces
+    server ── warden ── init ── child              with them: the end of init is the end of all below
+
+The warden outlives the child, ends whatever the child left running, and writes how it ended into a pipe that the
+child does not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from autokernel_hf.errors import JudgeError
+from autokernel_hf.judge import messages, sandbox
+
+_START_TIMEOUT_S = 120.0
+_NAMESPACES_REFUSED = 97  # exit code of a warden that could not set up what the system first granted
+
+
+def program(module: str, *arguments: str) -> list[str]:
+    """The command line of one of our processes.
+
+    Nothing of the current directory is importable there: a user's `profile.py` must not shadow the standard library's.
+    """
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    code = (
+        "import sys\n"
+        "if sys.path and sys.path[0] == '': del sys.path[0]\n"
+        f"if {root!r} not in sys.path: sys.path.append({root!r})\n"
+        f"from {module} import main\n"
+        "main(*sys.argv[1:])\n"
+    )
+    return [sys.executable, "-c", code, *arguments]
+
+
+class Spawned:
+    """A child as the referee holds it: its channel, its output, and how it ended."""
+
+    def __init__(self, channel: socket.socket, status: int, log: int, *, isolated: bool) -> None:
+        self._isolated = isolated
+        self.channel = channel
+        self.log = log
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self._status = os.fdopen(status, "r", encoding="ascii", errors="replace")
+
+    def started(self) -> bool:
+        """Wait until the child runs. False: it could not be started in this form."""
+        word, _, value = self._status.readline().partition(" ")
+        if word != "started":
+            return False
+        self.pid = int(value)
+        return True
+
+    def kill(self) -> None:
+        """End the child and all that it started."""
+        if self.pid is not None and self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, grace_s: float = 0.0) -> int:
+        """How it ended: an exit code, or minus a signal. It is killed if it has not ended within `grace_s`."""
+        if self.exit_code is None:
+            if not select.select([self._status], [], [], grace_s)[0]:
+                self.kill()
+            word, _, value = self._status.readline().partition(" ")
+            code = int(value) if word == "exit" else -signal.SIGKILL
+            # The first process of a namespace passes a signal on as shells do.
+            self.exit_code = 128 - code if self._isolated and code > 128 else code
+        return self.exit_code
+
+    def output(self, limit: int = 2000) -> str:
+        """The end of what it printed."""
+        size = os.fstat(self.log).st_size
+        return os.pread(self.log, limit, max(0, size - limit)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        self.channel.close()
+        self._status.close()
+        os.close(self.log)
+
+
+class Server:
+    """The referee's side of a fork server.
+
+    Args:
+        interpret: Whether children run Triton in its interpreter, which is settled when Triton is imported.
+        device: cpu or cuda: without a GPU in play the server hides any from its children.
+    """
+
+    def __init__(self, *, interpret: bool, device: str) -> None:
+        environment = sandbox.scrubbed(os.environ)
+        environment.pop("TRITON_INTERPRET", None)
+        if interpret:
+            environment["TRITON_INTERPRET"] = "1"
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
+        self._process = subprocess.Popen(
+            program("autokernel_hf.judge.server", str(theirs.fileno())),
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        theirs.close()
+        self._channel = ours
+        self._ready = False
+
+    def wait_ready(self) -> None:
+        """Wait until the imports are done.
+
+        Raises:
+            JudgeError: The server did not come up.
+        """
+        if self._ready:
+            return
+        try:
+            messages.receive(self._channel, timeout_s=_START_TIMEOUT_S)
+        except (messages.PeerGone, messages.TooLate):
+            self._log.seek(0)
+            said = self._log.read()[-2000:].decode(errors="replace")
+            raise JudgeError(
+                f"The process that judged kernels are forked from did not start:\n{said}"
+            ) from None
+        self._ready = True
+
+    def spawn(self, *, isolate: bool) -> Spawned | None:
+        """Fork a child. None: the system refuses the namespaces that `isolate` asks for."""
+        self.wait_ready()
+        ours, theirs = socket.socketpair()
+        status_read, status_write = os.pipe()
+        with tempfile.TemporaryFile() as file:
+            log = os.dup(file.fileno())
+        try:
+            request = json.dumps({"isolate": isolate}).encode()
+            socket.send_fds(self._channel, [request], [theirs.fileno(), log, status_write])
+        except OSError as error:
+            raise JudgeError(f"The process that judged kernels are forked from is gone: {error}.") from None
+        finally:
+            theirs.close()
+            os.close(status_write)
+        spawned = Spawned(ours, status_read, log, isolated=isolate)
+        if spawned.started():
+            return spawned
+        spawned.close()
+        if not isolate:
+            raise JudgeError("No process for a kernel could be started.")
+        return None
+
+    def close(self) -> None:
+        self._channel.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+# --- the server's side --------------------------------------------------------------------------------------------
+
+
+def main(descriptor: str) -> None:
+    """Import, then fork on request until the referee closes the channel."""
+    sandbox.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    channel = socket.socket(fileno=int(descriptor))
+    _preload()
+    # Wardens are nobody's concern here: each tells by itself how its child ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    messages.send(channel, {"ready": True})
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(channel, 4096, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            channel.close()
+            _warden(json.loads(request)["isolate"], *descriptors)
+        for received in descriptors:
+            os.close(received)
+
+
+def _preload() -> None:
+    import torch
+
+    with contextlib.suppress(ImportError):
+        import triton.language  # noqa: F401
+
+    import autokernel_hf.build
+    import autokernel_hf.judge.child
+    import autokernel_hf.kernels
+
+    autokernel_hf.kernels.kernel_types()
+    # The first use of these imports and caches much that every child would repeat.
+    torch.library.Library("autokernel_preload", "DEF")
+    if torch.cuda.is_initialized():
+        raise RuntimeError("an import started CUDA: children could not use it")
+
+
+def _warden(isolate: bool, channel: int, log: int, status: int) -> NoReturn:
+    """Start the child, wait for its end, clean up behind it, and say how it ended."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sandbox.die_with_parent()
+        os.setsid()
+        if isolate and not sandbox.isolate():
+            os._exit(_NAMESPACES_REFUSED)
+        if not isolate:
+            sandbox.adopt_orphans()
+        start_read, start_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(start_write)
+            if isolate:
+                _init(channel, log, status, start_read)
+            _child(channel, log, status, start_read)
+        os.close(channel)
+        os.close(start_read)
+        os.write(status, f"started {pid}\n".encode())
+        os.close(start_write)  # now it may run: whoever must end it knows its number
+        _, ended = os.waitpid(pid, 0)
+        if not isolate:
+            sandbox.end_descendants()
+        os.write(status, f"exit {_exit_code(ended)}\n".encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _init(channel: int, log: int, status: int, start: int) -> NoReturn:
+    """The first process of a namespace: it passes on how the child ended, and its own end ends all others."""
+    sandbox.die_with_parent()
+    pid = os.fork()
+    if pid == 0:
+        _child(channel, log, status, start)
+    os.close(channel)
+    while True:
+        ended, how = os.wait()
+        if ended == pid:
+            code = _exit_code(how)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _exit_code(status: int) -> int:
+    return os.waitstatus_to_exitcode(status)
+
+
+def _child(channel: int, log: int, status: int, start: int) -> NoReturn:
+    code = 1
+    try:
+        sandbox.die_with_parent()
+        os.setsid()
+        os.close(status)
+        os.read(start, 1)
+        os.close(start)
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+        from autokernel_hf.judge import child
+
+        code = child.serve(socket.socket(fileno=channel))
+    except BaseException:  # noqa: BLE001 - the end of this process; it must tell why
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

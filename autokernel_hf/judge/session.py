@@ -1,0 +1,47 @@
+"""A session's settings and requests: what the orchestrator sends to the referee."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autokernel_hf.records import Backend, Candidate, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a session judges, and how.
+
+    Args:
+        workloads: The timed calls; None for the type's own on this kind of device.
+        dtypes: The dtypes that the stages run in; None for all of the type.
+        device: auto, cpu, cuda or cuda:N. C++ candidates always run on the CPU.
+        seed: Fixes the secret seeds, to reproduce a verdict; None in earnest.
+        epsilon: A difference below it is none.
+        delta: What no workload may lose, however much the others gain.
+        quick: The smoke stage and few rounds only; nothing judged so is kept.
+        timeout_s: The longest that one command to a candidate may take, building apart.
+    """
+
+    kernel_type: str
+    backend: Backend
+    workloads: tuple[Workload, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    device: str = "auto"
+    seed: int | None = None
+    epsilon: float = 0.01
+    delta: float = 0.02
+    quick: bool = False
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One thing to do. `peers` asks for timing against every peer, not only eager and the incumbent."""
+
+    action: Literal["measure_peers", "evaluate"]
+    candidate: Candidate | None = None
+    incumbent: Candidate | None = None
+    all_stages: bool = False
+    peers: bool = False
+    confirm: bool = False

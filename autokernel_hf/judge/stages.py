@@ -1,0 +1,189 @@
+"""Running the five stages on a candidate in a child."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autokernel_hf.judge import checks
+from autokernel_hf.judge.arena import POISON, Layout, Slot, outputs_of
+from autokernel_hf.judge.cases import Case
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.seeds import Seeds
+from autokernel_hf.kernels.base import Args, KernelType, make_inputs
+from autokernel_hf.records import BenchStatus, TensorSpec, Workload
+
+_SHIFT_BYTES = 1 << 16  # repeated calls get their inputs elsewhere: an address must not matter
+
+
+class StageFailed(Exception):  # noqa: N818 - the verdict on a candidate
+    """A case of a stage was not passed: `reason` is a whole sentence."""
+
+    def __init__(self, status: BenchStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """What a passed case showed; `torch_error` per output is kept for the checks of timed calls."""
+
+    max_abs_error: float
+    error_ratio: float
+    torch_error: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One call's places in the arena."""
+
+    arguments: tuple[tuple[str, object], ...]
+    inputs: tuple[tuple[str, Slot], ...]
+    sinks: tuple[Slot, ...]
+    end: int
+
+
+def place(workload: Workload, outputs: Iterable[TensorSpec], start: int = 0) -> Placed:
+    layout = Layout(start)
+    inputs = {name: layout.place(spec) for name, spec in workload.tensors}
+    sinks = tuple(layout.place(spec) for spec in outputs)
+    arguments = tuple((name, inputs.get(name, value)) for name, value in workload.args)
+    return Placed(arguments=arguments, inputs=tuple(inputs.items()), sinks=sinks, end=layout.end)
+
+
+def room_for(kernel_type: KernelType, case: Case) -> int:
+    """The bytes of arena that a case takes."""
+    end = place(case.workload, outputs_of(kernel_type, case.workload)).end
+    return end + (case.repeats - 1) * _SHIFT_BYTES
+
+
+def run_case(child: Child, kernel_type: KernelType, case: Case, seeds: Seeds, device: torch.device) -> Passed:
+    """Run one case.
+
+    Raises:
+        StageFailed: The candidate did not pass it.
+    """
+    workload = case.workload
+    args = make_inputs(kernel_type, workload, seeds.next(), device)
+    outputs = outputs_of(kernel_type, workload)
+    try:
+        if case.refuse:
+            _must_refuse(child, workload, args, outputs)
+            return Passed(max_abs_error=0.0, error_ratio=0.0, torch_error=())
+        expected: checks.Expected | None = None
+        kept: list[list[Tensor]] = []
+        outcome = checks.Outcome()
+        for repeat in range(case.repeats):
+            placed = place(workload, outputs, start=repeat * _SHIFT_BYTES)
+            before = _write(child, placed, args, device)
+            # Between the last two of the repeats an unrelated op runs.
+            child.start_call(placed.arguments, placed.sinks, disturb=0 < repeat == case.repeats - 1)
+            if expected is None:
+                expected = checks.expect(kernel_type, workload, args)  # while the child computes
+            report = child.finish_call()
+            if not torch.equal(_inputs(child, placed), before):
+                raise Failed("incorrect", f"changed its inputs ({_changed(child, placed, args)})")
+            problem = checks.check_form(report.outputs, report.shared, expected, device.type)
+            if problem:
+                raise Failed("incorrect", problem)
+            found = [child.arena.view(slot) for slot in placed.sinks]
+            outcome = checks.check_values(found, expected, kernel_type, workload)
+            if outcome.problem:
+                raise Failed("incorrect", f"{outcome.problem}. Tolerance: {kernel_type.tolerance.why}")
+            if case.repeats > 1:
+                kept.append([tensor.clone() for tensor in found])
+        _must_repeat(kept)
+    except Failed as failed:
+        raise StageFailed(failed.status, _sentence(case, failed.what)) from None
+    assert expected is not None
+    return Passed(
+        max_abs_error=outcome.max_abs_error,
+        error_ratio=outcome.error_ratio,
+        torch_error=expected.torch_error,
+    )
+
+
+def _write(child: Child, placed: Placed, args: Args, device: torch.device) -> Tensor:
+    """Write the inputs, poison everything around them and the outputs' places; return the bytes as written."""
+    arena = child.arena
+    for _, slot in placed.inputs:
+        arena.fill(slot, POISON)
+    for name, slot in placed.inputs:
+        arena.write(slot, args[name])
+    for slot in placed.sinks:
+        arena.fill(slot, POISON)
+    before = _inputs(child, placed).clone()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return before
+
+
+def _inputs(child: Child, placed: Placed) -> Tensor:
+    slots = [slot for _, slot in placed.inputs]
+    return child.arena.span(slots[0], slots[-1])
+
+
+def _changed(child: Child, placed: Placed, args: Args) -> str:
+    """Which input it was, or the memory around them."""
+    for name, slot in placed.inputs:
+        now, then = child.arena.view(slot), args[name]
+        if not torch.equal(_bits(now), _bits(then)):
+            return name
+    return "memory beside them"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def audit(
+    child: Child, kernel_type: KernelType, workload: Workload, seeds: Seeds, device: torch.device
+) -> None:
+    """Have a Triton candidate called once, and look at what it lets torch do.
+
+    Raises:
+        Failed: More than it may.
+    """
+    args = make_inputs(kernel_type, workload, seeds.next(), device)
+    placed = place(workload, ())
+    for name, slot in placed.inputs:
+        child.arena.write(slot, args[name])
+    child.audit(placed.arguments)
+
+
+def _must_refuse(child: Child, workload: Workload, args: Args, outputs: tuple[TensorSpec, ...]) -> None:
+    placed = place(workload, outputs)
+    for name, slot in placed.inputs:
+        child.arena.write(slot, args[name])
+    child.start_call(placed.arguments, placed.sinks, disturb=False)
+    try:
+        child.finish_call()
+    except Failed as failed:
+        if failed.status == "unsupported":
+            return
+        raise
+    raise Failed("incorrect", "answered a call outside of its declared domain instead of refusing it")
+
+
+def _must_repeat(kept: list[list[Tensor]]) -> None:
+    for i, again in enumerate(kept[1:], start=2):
+        for first, now in zip(kept[0], again, strict=True):
+            different = (
+                _bits(first).view(-1, first.element_size()).ne(_bits(now).view(-1, now.element_size()))
+            )
+            if bool(different.any()):
+                count = int(different.any(-1).sum())
+                raise Failed(
+                    "nondeterministic",
+                    f"gave other bits in {count} of {first.numel()} elements when it was called again (call {i}) "
+                    "on the same input",
+                )
+
+
+def _sentence(case: Case, what: str) -> str:
+    workload = case.workload
+    return f"Stage {case.stage}, {workload.label} ({workload.shape}, {workload.dtype}): {what}."

@@ -1,0 +1,454 @@
+"""Rounds of turns on one workload: who is faster, by how much, and whether every timed output was right.
+
+In each round every contender takes one turn (see `turn`), in random order, on the same fresh values: activations are a
+secret rotation of a master copy, the other tensors come from one of two masters. The plain torch expression takes part
+in every round; what it returns is what the others' outputs are held against, and where that quick look finds a
+difference, the float64 oracle decides.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from autokernel_hf.judge import checks, statistics
+from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of
+from autokernel_hf.judge.quiet import wait_for_quiet
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.turn import Times, Turn, flush_buffer
+from autokernel_hf.kernels.base import DTYPES, Args, KernelType, itemsize, make_inputs
+from autokernel_hf.records import TensorSpec, Workload
+
+EAGER = "eager"
+MAX_CALLS = 8
+_TURN_US = 4000.0  # of timed calls, so that short ones are not lost in the noise of one
+_SET_BYTES = {"cpu": 1 << 30, "cuda": 512 << 20}
+_ROUND_S = 0.25
+_FEWEST_ROUNDS = 5
+_PATIENCE = 2.5  # times the budget: then the least count no longer matters
+_SPIN_LIMIT_S = 0.06
+_STILL_WORKING_S = 2.0
+# A synchronization that finds nothing to wait for takes less, and a kernel's own tail is a small part of it.
+_LATE_US = 30.0
+_LATE_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Column:
+    """One contender's times, a value a round: the median call of its turn, and sums over the turn."""
+
+    device_us: list[float] = field(default_factory=list)
+    host_us: list[float] = field(default_factory=list)
+    late_us: list[float] = field(default_factory=list)
+    claimed_us: list[float] = field(
+        default_factory=list
+    )  # all timed calls together, by the contender's own clock
+    wall_us: list[float] = field(default_factory=list)  # the whole turn, by the referee's clock
+
+    def add(self, times: Times, wall_us: float) -> None:
+        self.device_us.append(median(times.device_us))
+        self.host_us.append(median(times.host_us))
+        self.late_us.append(median(times.late_us))
+        self.claimed_us.append(sum(times.device_us))
+        self.wall_us.append(wall_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long the rounds of one workload may go on. The least count is kept even where it takes longer."""
+
+    seconds: float
+    least: int
+    most: int
+
+
+class Values:
+    """The arguments of a workload's timed calls, new in every round.
+
+    `live` names the arguments that are written before each call: the first tensor, and those that are activations like
+    it. `sources` holds their values, a list per call; `arguments` is what the referee's own contenders are called with.
+    """
+
+    def __init__(
+        self, kernel_type: KernelType, workload: Workload, device: torch.device, seeds: Sequence[int]
+    ) -> None:
+        self.kernel_type = kernel_type
+        self.workload = workload
+        self.device = device
+        self._masters = [make_inputs(kernel_type, workload, seed, device) for seed in seeds]
+        args = self._masters[0]
+        self.live = _activations(args)
+        self.statics = tuple(n for n, v in args.items() if isinstance(v, Tensor) and n not in self.live)
+        self.outputs = outputs_of(kernel_type, workload)
+        self.most_calls = max_calls(workload, self.live, self.outputs, device)
+        self.calls = self.most_calls
+        self.arguments: Args = dict(args)
+        for name in self.live:
+            self.arguments[name] = _same_layout(args[name])
+        self.sources = [
+            [torch.empty(args[n].shape, dtype=args[n].dtype, device=device) for n in self.live]
+            for _ in range(self.most_calls)
+        ]
+
+    def refresh(self, dice: random.Random) -> None:
+        """Fresh values for the next round."""
+        chosen = dice.choice(self._masters)
+        for name in self.statics:
+            self.arguments[name] = chosen[name]
+        for call in self.sources[: self.calls]:
+            for name, target in zip(self.live, call, strict=True):
+                master = dice.choice(self._masters)[name].reshape(-1)
+                flat, count = target.view(-1), target.numel()
+                if count:
+                    shift = dice.randrange(count)
+                    flat[: count - shift].copy_(master[shift:])
+                    flat[count - shift :].copy_(master[:shift])
+
+    def args_of(self, call: int) -> Args:
+        """The arguments of one call of this round."""
+        return {**self.arguments, **dict(zip(self.live, self.sources[call], strict=True))}
+
+    def new_sinks(self) -> list[list[Tensor]]:
+        return [
+            [torch.empty(o.shape, dtype=DTYPES[o.dtype], device=self.device) for o in self.outputs]
+            for _ in range(self.most_calls)
+        ]
+
+
+def _activations(args: Args) -> tuple[str, ...]:
+    """The first tensor and those like it: same dtype, and same shape or (queries and keys) the same rank from 3 on.
+
+    An expanded tensor is none: it holds one value many times, which no op before would write. A mask that is full of
+    infinities is none either: rotated, it would mean something else.
+    """
+    tensors = [(n, v) for n, v in args.items() if isinstance(v, Tensor)]
+    first = tensors[0][1]
+    return tuple(
+        name
+        for name, tensor in tensors
+        if 0 not in tensor.stride()
+        and tensor.dtype == first.dtype
+        and (tensor.shape == first.shape or tensor.dim() == first.dim() >= 3)
+        and (tensor is first or bool(torch.isfinite(tensor.float()).all()))
+    )
+
+
+def max_calls(
+    workload: Workload, live: Sequence[str], outputs: Sequence[TensorSpec], device: torch.device
+) -> int:
+    """How many calls a turn may have at most, as far as memory goes."""
+    specs = [*(workload.tensor(n) for n in live), *outputs]
+    a_set = sum(math.prod(s.shape) * itemsize(s.dtype) for s in specs)
+    return max(1, min(MAX_CALLS, _SET_BYTES[device.type] // max(a_set, 1)))
+
+
+def _same_layout(tensor: Tensor) -> Tensor:
+    """New memory with the same strides and misalignment."""
+    offset = 0 if tensor.data_ptr() % 16 == 0 else 1
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = torch.empty(offset + max(reach, 0), dtype=tensor.dtype, device=tensor.device)
+    return storage.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+class Local:
+    """A contender in the referee itself: a trusted peer."""
+
+    pid: int | None = None
+
+    def __init__(self, name: str, function: Callable[..., object], values: Values) -> None:
+        self.name = name
+        self.function = function
+        self.values = values
+        self.sinks = values.new_sinks()
+        self.overhead_us = 0.0
+        self._flush = flush_buffer(values.device)
+
+    def load(self) -> None:
+        """Nothing to do: the referee's contenders read its own tensors."""
+
+    def turn(self) -> tuple[Times, float]:
+        values = self.values
+        began = time.perf_counter_ns()
+        times = Turn(
+            self.function,
+            values.arguments,
+            [values.arguments[n] for n in values.live],
+            values.sources[: values.calls],
+            self.sinks[: values.calls],
+        ).take(self._flush)
+        return times, (time.perf_counter_ns() - began) / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the tensors of a workload's timed calls lie in a child's arena; `end` is how much of it they take."""
+
+    arguments: tuple[tuple[str, object], ...]  # slots for tensors, values for the rest
+    sources: tuple[tuple[Slot, ...], ...]
+    sinks: tuple[tuple[Slot, ...], ...]
+    end: int
+
+
+def places_for(workload: Workload, live: Sequence[str], outputs: Sequence[TensorSpec], calls: int) -> Places:
+    layout = Layout()
+    arguments = tuple(
+        (name, layout.place(value) if isinstance(value, TensorSpec) else value)
+        for name, value in workload.args
+    )
+    sources = tuple(tuple(layout.place(_dense(workload.tensor(n))) for n in live) for _ in range(calls))
+    sinks = tuple(tuple(layout.place(o) for o in outputs) for _ in range(calls))
+    return Places(arguments=arguments, sources=sources, sinks=sinks, end=layout.end)
+
+
+def _dense(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec(shape=spec.shape, dtype=spec.dtype)
+
+
+def room_for(kernel_type: KernelType, workload: Workload, device: torch.device) -> int:
+    """The most bytes of arena that the timed calls of a workload take, whichever tensors turn out to be activations."""
+    arguments = Layout()
+    for _, spec in workload.tensors:
+        arguments.place(spec)
+    outputs = outputs_of(kernel_type, workload)
+    specs = [*(spec for _, spec in workload.tensors), *outputs]
+    a_set = sum(math.prod(s.shape) * itemsize(s.dtype) for s in specs)
+    gaps = MAX_CALLS * len(specs) * 4 * ALIGNMENT
+    return arguments.end + min(MAX_CALLS * a_set, max(_SET_BYTES[device.type], a_set)) + gaps
+
+
+class Remote:
+    """A contender in a child."""
+
+    def __init__(self, name: str, child: Child, values: Values) -> None:
+        self.name = name
+        self.child = child
+        self.values = values
+        self.pid: int | None = child.pid
+        self.places = places_for(values.workload, values.live, values.outputs, values.most_calls)
+        self.overhead_us = median(child.noop() for _ in range(5))
+        self._statics: dict[str, Tensor] = {}
+
+    def load(self) -> None:
+        """Write this round's values into the arena, and poison the places of the outputs."""
+        values, arena = self.values, self.child.arena
+        for name, slot in self.places.arguments:
+            tensor = values.arguments[name]
+            if name in values.statics and self._statics.get(name) is not tensor:
+                assert isinstance(slot, Slot)
+                arena.write(slot, tensor)
+                self._statics[name] = tensor
+        for slots, tensors in zip(self.places.sources, values.sources[: values.calls], strict=False):
+            for slot, tensor in zip(slots, tensors, strict=True):
+                arena.write(slot, tensor)
+        for slots in self.places.sinks[: values.calls]:
+            for slot in slots:
+                arena.fill(slot, POISON)
+        if values.device.type == "cuda":
+            torch.cuda.synchronize(values.device)
+
+    def turn(self) -> tuple[Times, float]:
+        calls = self.values.calls
+        report = self.child.turn(
+            self.places.arguments, self.values.live, self.places.sources[:calls], self.places.sinks[:calls]
+        )
+        return report.times, max(report.wall_us - self.overhead_us, 0.0)
+
+    def outputs(self, call: int) -> list[Tensor]:
+        return [self.child.arena.view(slot) for slot in self.places.sinks[call]]
+
+    def check_statics(self) -> None:
+        """The tensors that were not rewritten must still be what they were.
+
+        Raises:
+            Failed: The candidate wrote to an input.
+        """
+        slots = dict(self.places.arguments)
+        for name, tensor in self._statics.items():
+            slot = slots[name]
+            assert isinstance(slot, Slot)
+            if not _same_bits(self.child.arena.view(slot), tensor):
+                raise Failed("incorrect", f"changed its input {name} during a timed call")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.equal(_bytes_of(a), _bytes_of(b)))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+Contender = Local | Remote
+
+
+class Rounds:
+    """The measurement of one workload.
+
+    Args:
+        contenders: The first must be the plain torch expression, in the referee.
+        torch_error: Per output, torch's own error on this workload, as the smoke stage saw it.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        contenders: Sequence[Contender],
+        *,
+        torch_error: Sequence[float],
+        seed: int,
+        epsilon: float,
+    ) -> None:
+        assert contenders[0].name == EAGER and isinstance(contenders[0], Local)
+        self.values = values
+        self.contenders = contenders
+        self.eager = contenders[0]
+        self.torch_error = torch_error
+        self.epsilon = epsilon
+        self.dice = random.Random(seed)
+        self.columns: dict[str, Column] = {c.name: Column() for c in contenders}
+
+    def run(self, budget: Budget, decided: Callable[[Mapping[str, Column]], bool]) -> dict[str, Column]:
+        """Take rounds until `decided`, or the budget is spent.
+
+        Raises:
+            Failed: A contender in a child failed; `failed_contender` says which.
+        """
+        self._warm_up()
+        began = time.monotonic()
+        for count in range(1, budget.most + 1):
+            started = time.monotonic()
+            self._round()
+            now = time.monotonic()
+            if now - started > _ROUND_S:
+                # A busy machine makes calls wait for a core: more rounds tell more than more calls in each.
+                self.values.calls = max(1, self.values.calls // 2)
+            if count >= budget.least and (now - began > budget.seconds or decided(self.columns)):
+                break
+            if count >= _FEWEST_ROUNDS and now - began > _PATIENCE * budget.seconds:
+                break
+        for contender in self.contenders:
+            if isinstance(contender, Remote):
+                self._guarded(contender, partial(self._check_clocks, contender))
+        return self.columns
+
+    failed_contender: str | None = None
+
+    def _guarded(self, contender: Contender, action: Callable[[], object]) -> object:
+        try:
+            return action()
+        except Failed:
+            self.failed_contender = contender.name
+            raise
+
+    def _warm_up(self) -> None:
+        """One turn each that does not count: it compiles, fills caches, and tells how many calls a turn needs."""
+        self.values.calls = 1
+        self.values.refresh(self.dice)
+        shortest = math.inf
+        for contender in self.contenders:
+            contender.load()
+            times, _ = self._take(contender)
+            shortest = min(shortest, median(times.device_us))
+            if contender.pid is not None and not wait_for_quiet([contender.pid], limit_s=_STILL_WORKING_S):
+                self.failed_contender = contender.name
+                raise Failed("rejected", "goes on working after its call returned")
+        self.values.calls = max(1, min(self.values.most_calls, round(_TURN_US / shortest)))
+        if self.values.device.type == "cuda":
+            _preheat(self.values.device)
+
+    def _take(self, contender: Contender) -> tuple[Times, float]:
+        result = self._guarded(contender, contender.turn)
+        assert isinstance(result, tuple)
+        return result
+
+    def _round(self) -> None:
+        self.values.refresh(self.dice)
+        order = list(self.contenders)
+        self.dice.shuffle(order)
+        for contender in order:
+            contender.load()
+        pids = [c.pid for c in order if c.pid is not None]
+        for contender in order:
+            if self.values.device.type == "cpu":
+                wait_for_quiet(pids, limit_s=_SPIN_LIMIT_S)
+            times, wall_us = self._take(contender)
+            self.columns[contender.name].add(times, wall_us)
+        for contender in order:
+            if isinstance(contender, Remote):
+                self._guarded(contender, partial(self._check, contender))
+
+    def _check(self, contender: Remote) -> None:
+        """Every timed output: a quick look against torch's, and the oracle where that finds a difference."""
+        kernel_type, workload = self.values.kernel_type, self.values.workload
+        contender.check_statics()
+        for call in range(self.values.calls):
+            outputs = contender.outputs(call)
+            wanted = self.eager.sinks[call]
+            near = all(
+                _near(o, w, kernel_type, workload, e)
+                for o, w, e in zip(outputs, wanted, self.torch_error, strict=True)
+            )
+            if near:
+                continue
+            args = self.values.args_of(call)
+            outcome = checks.check_values(
+                outputs, checks.expect(kernel_type, workload, args), kernel_type, workload
+            )
+            if outcome.problem:
+                raise Failed("incorrect", f"was wrong in a timed call on fresh values: {outcome.problem}")
+
+    def _check_clocks(self, contender: Remote) -> None:
+        """The contender's own clock against the referee's, and its stream against the device."""
+        column, base = self.columns[contender.name], self.columns[EAGER]
+        late = median(column.late_us)
+        if late > _LATE_US + _LATE_SHARE * median(column.device_us) + 2 * median(base.late_us):
+            raise Failed(
+                "rejected",
+                f"leaves work behind outside of the current stream: the device went on for {late:.0f} us after it",
+            )
+        # What it claims to save over torch must be missing from the referee's own clock too, at least by half.
+        claimed = median(b - c for b, c in zip(base.claimed_us, column.claimed_us, strict=True))
+        saved = [b - c for b, c in zip(base.wall_us, column.wall_us, strict=True)]
+        if len(saved) < statistics.EARLY_ROUNDS or claimed < 0.2 * median(base.claimed_us):
+            return
+        _, most = statistics.bootstrap_median(saved, level=0.9999)
+        if most < claimed / 2:
+            raise Failed(
+                "rejected",
+                f"reported times that save {claimed:.0f} us a turn over torch, of which the referee's clock sees "
+                f"{median(saved):.0f} us",
+            )
+
+
+def _near(
+    output: Tensor, wanted: Tensor, kernel_type: KernelType, workload: Workload, torch_error: float
+) -> bool:
+    """Whether an output is so near to torch's that both may be taken for right."""
+    if not output.numel():
+        return True
+    if not output.is_floating_point():
+        return bool(torch.equal(output, wanted))
+    rule, eps = kernel_type.tolerance, torch.finfo(output.dtype).eps
+    got, want = output.float(), wanted.float()
+    unit = rule.ulps * rule.growth(workload) * eps
+    rms = float(want.square().mean().sqrt())
+    bound = want.abs().mul_(unit).add_(rule.k * torch_error + unit * rms)
+    return bool(((got - want).abs_() <= bound).all())
+
+
+def _preheat(device: torch.device) -> None:
+    """Bring the clocks up: a processor that idled runs slower at first."""
+    a = torch.randn(2048, 2048, device=device, dtype=torch.float16)
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        for _ in range(10):
+            a @ a
+        torch.cuda.synchronize(device)

@@ -1,0 +1,159 @@
+"""One contender's turn in a round: a few timed calls, each on input that was written just before.
+
+In a model the input of such a kernel was written a moment ago by the op before it, so part of it is in the cache, and
+the threads of the pool are awake. A turn reproduces that: before each timed call it copies fresh values into the input
+tensors, at the same addresses, as the op before would; one untimed call goes first. On a GPU the headline is cold: the
+L2 cache is overwritten between the copy and the call, and a short delay ahead of the start event gives the host time
+to queue the call, so that launch overhead is hidden; the host's own time is a number of its own.
+
+The referee takes the turns of its peers with this function, and a child the candidate's: what differs is the callee.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Taken before any candidate is imported: a candidate that replaces these names changes nothing here.
+_clock = time.perf_counter_ns
+_tensor = Tensor
+_copy = Tensor.copy_
+_fill = Tensor.fill_
+
+FLUSH_FACTOR = 2  # the flush writes so many times the L2 cache
+_DELAY_US = 200.0  # at least; three times what the untimed call took the host, if that is longer
+_CYCLES_PER_US = 2000
+
+
+class WrongOutput(Exception):  # noqa: N818 - what a timed call returned, not a fault of this code
+    """A timed call returned something else than tensors of the expected shapes and dtypes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Per timed call, in microseconds: on the device, and on the host until the call returned.
+
+    `late_us` is how long after the end of the calls' own stream the device still worked; 0 on a CPU.
+    """
+
+    device_us: tuple[float, ...]
+    host_us: tuple[float, ...]
+    late_us: tuple[float, ...]
+
+
+def as_tuple(result: object) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+class Turn:
+    """Takes turns on one workload.
+
+    Args:
+        function: Called with `arguments` by keyword.
+        live: The tensors among the arguments that are written before each call.
+        sources: Per call, the values to write into them.
+        sinks: Per call, where the outputs are copied to.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        live: Sequence[Tensor],
+        sources: Sequence[Sequence[Tensor]],
+        sinks: Sequence[Sequence[Tensor]],
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.live = live
+        self.sources = sources
+        self.sinks = sinks
+
+    def take(self, flush: Tensor | None) -> Times:
+        """Take a turn: on a GPU where `flush`, a tensor of at least twice the L2 cache, is given."""
+        return self._on_host() if flush is None else self._on_device(flush)
+
+    def _write(self, call: int) -> None:
+        for target, source in zip(self.live, self.sources[call], strict=True):
+            if target.numel():
+                _copy(target, source)
+
+    def _keep(self, call: int, result: object) -> None:
+        outputs = as_tuple(result)
+        sinks = self.sinks[call]
+        if len(outputs) != len(sinks):
+            raise WrongOutput(f"{len(outputs)} outputs instead of {len(sinks)}")
+        for sink, output in zip(sinks, outputs, strict=True):
+            if type(output) is not _tensor or output.shape != sink.shape or output.dtype != sink.dtype:
+                raise WrongOutput(f"{_named(output)} instead of {_named(sink)}")
+            _copy(sink, output)
+
+    def _on_host(self) -> Times:
+        function, arguments = self.function, self.arguments
+        self._write(0)
+        self._keep(0, function(**arguments))
+        taken = []
+        for call in range(len(self.sources)):
+            self._write(call)
+            start = _clock()
+            result = function(**arguments)
+            taken.append((_clock() - start) / 1e3)
+            self._keep(call, result)
+            del result
+        times = tuple(taken)
+        return Times(device_us=times, host_us=times, late_us=(0.0,) * len(times))
+
+    def _on_device(self, flush: Tensor) -> Times:
+        function, arguments = self.function, self.arguments
+        self._write(0)
+        _synchronize()
+        began = _clock()
+        result = function(**arguments)
+        launch_us = (_clock() - began) / 1e3
+        self._keep(0, result)
+        _synchronize()
+        cycles = int(min(max(_DELAY_US, 3 * launch_us), 1e5) * _CYCLES_PER_US)
+        device, host, late = [], [], []
+        for call in range(len(self.sources)):
+            self._write(call)
+            _fill(flush, call)
+            start, end = _event(enable_timing=True), _event(enable_timing=True)
+            _delay(cycles)
+            start.record()
+            began = _clock()
+            result = function(**arguments)
+            host.append((_clock() - began) / 1e3)
+            end.record()
+            end.synchronize()
+            at_end = _clock()
+            _synchronize()
+            late.append((_clock() - at_end) / 1e3)
+            device.append(start.elapsed_time(end) * 1e3)
+            self._keep(call, result)
+            del result
+        _synchronize()
+        return Times(device_us=tuple(device), host_us=tuple(host), late_us=tuple(late))
+
+
+def _named(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{type(value).__name__} {tuple(value.shape)} {value.dtype}".replace("torch.", "")
+    return type(value).__name__
+
+
+def flush_buffer(device: torch.device) -> Tensor | None:
+    """The tensor that a turn on a GPU overwrites the L2 cache with; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    l2_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or (64 << 20)
+    return torch.empty(FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
+
+
+_synchronize: Callable[[], None] = torch.cuda.synchronize
+_event: Callable[..., Any] = torch.cuda.Event
+_delay: Callable[[int], None] = getattr(torch.cuda, "_sleep", lambda cycles: None)
