@@ -1,0 +1,622 @@
+"""The devices: what is here, what is known of it, how fast it can be, and whose turn it is to measure on it.
+
+Two sources of ceilings, never mixed. `KNOWN_GPUS` holds what makers publish, dense, for people to compare with.
+`measure_ceilings` measures what this device gives here, which is what floors and diagnoses are made from: no maker's
+number is ever reached, and a device that nobody has listed is measured all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from autokernel_hf.cache import cache_root
+from autokernel_hf.errors import DeviceError, UsageError
+from autokernel_hf.kernels.base import KernelType
+from autokernel_hf.known_gpus import KNOWN_GPUS, GpuSpec, known_gpu
+from autokernel_hf.records import DeviceInfo, Record, Workload
+
+__all__ = [
+    "KNOWN_GPUS",
+    "Bandwidth",
+    "Ceilings",
+    "Device",
+    "Floor",
+    "GpuSpec",
+    "Roofline",
+    "device_info",
+    "device_lock",
+    "floor_us",
+    "known_gpu",
+    "measure_ceilings",
+    "resolve_device",
+    "roofline",
+    "x86_level",
+]
+
+log = logging.getLogger(__name__)
+
+Device: TypeAlias = "str | torch.device"
+
+CEILINGS_MAX_AGE = timedelta(days=7)
+BUSY_MAX_AGE = timedelta(minutes=10)
+"""Of ceilings that were measured while others used the processors: they are too low, if anything."""
+LOCK_TIMEOUT_S = 1800.0
+
+
+# --- what is here -------------------------------------------------------------------------------------------------
+
+
+def resolve_device(device: Device) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there.
+
+    Raises:
+        DeviceError: There is no such GPU.
+        UsageError: The name is none of these.
+    """
+    name = str(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda", 0) if count else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise UsageError(f"There is no device {name!r}.", remedy="Use auto, cpu, cuda or cuda:N.")
+    index = int(match[1] or 0)
+    if index >= count:
+        remedy = (
+            f"Use cuda:0 to cuda:{count - 1}."
+            if count
+            else "Use --device cpu; `autokernel-hf doctor` says what is missing."
+        )
+        raise DeviceError(
+            f"{name} is not there: {count or 'no'} CUDA device{'' if count == 1 else 's'} found.",
+            remedy=remedy,
+        )
+    return torch.device("cuda", index)
+
+
+def device_info(device: Device) -> DeviceInfo:
+    """The device of a measurement, and the versions that produce it.
+
+    Raises:
+        DeviceError: There is no such GPU.
+        UsageError: The name is no device's.
+    """
+    resolved = resolve_device(device)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    if resolved.type == "cpu":
+        return DeviceInfo(
+            kind="cpu",
+            name=_cpu_name(),
+            arch=_cpu_arch(),
+            units=_usable_cores(),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            torch=torch.__version__,
+            triton=_version("triton"),
+            date=now,
+        )
+    properties = torch.cuda.get_device_properties(resolved)
+    return DeviceInfo(
+        kind="cuda",
+        index=resolved.index,
+        name=properties.name,
+        arch=_gpu_arch(properties),
+        units=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        torch=torch.__version__,
+        triton=_version("triton"),
+        cuda=torch.version.cuda or torch.version.hip,
+        driver=_driver(),
+        date=now,
+    )
+
+
+def _gpu_arch(properties: object) -> str:
+    if torch.version.hip:
+        return str(getattr(properties, "gcnArchName", "unknown")).partition(":")[0]
+    major, minor = getattr(properties, "major", 0), getattr(properties, "minor", 0)
+    # From 9.0 on, an architecture has instructions that only its own `a` target may use.
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+_LEVELS = (
+    ("x86-64-v2", {"cx16", "lahf_lm", "popcnt", "ssse3", "sse4_1", "sse4_2"}),
+    ("x86-64-v3", {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
+    ("x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+)
+
+
+def x86_level(flags: set[str]) -> str:
+    """The highest level of the x86-64 ABI that a processor with these /proc/cpuinfo flags has."""
+    level = "x86-64"
+    for name, needed in _LEVELS:
+        if not needed <= flags:
+            break
+        level = name
+    return level
+
+
+@cache
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_arch() -> str:
+    if platform.machine() != "x86_64":
+        return platform.machine()
+    return x86_level(set(_cpuinfo().get("flags", "").split()))
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on: its affinity, and its control group's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    if limit.exists():
+        quota, _, period = limit.read_text(encoding="utf-8").partition(" ")
+        if quota.strip().isdigit() and period.strip().isdigit():
+            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
+    return cores
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _driver() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+# --- whose turn it is ---------------------------------------------------------------------------------------------
+
+_held: dict[str, int] = {}
+_turns: dict[str, threading.RLock] = {}
+_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def device_lock(device: Device, *, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Sole use of a device among all processes of this user, for a measurement. Nested use in one thread is free.
+
+    The lock is the kernel's own (flock): it ends with its holder, so a killed process leaves none behind.
+
+    Raises:
+        DeviceError: Another process has it for longer than `timeout_s`.
+    """
+    resolved = resolve_device(device)
+    name = _lock_name(resolved)
+    with _guard:
+        turn = _turns.setdefault(name, threading.RLock())
+    if not turn.acquire(timeout=timeout_s):
+        raise DeviceError(
+            f"{resolved} is still in use by another thread after {timeout_s:.0f} s.",
+            remedy="Measure one at a time.",
+        )
+    try:
+        if _held.get(name, 0):
+            _held[name] += 1
+            try:
+                yield
+            finally:
+                _held[name] -= 1
+            return
+        folder = cache_root() / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / f"device-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _wait_for(descriptor, resolved, timeout_s)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            _held[name] = 1
+            try:
+                yield
+            finally:
+                _held[name] = 0
+                # Not left to close(): a child that was forked meanwhile shares the lock.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(descriptor)
+    finally:
+        turn.release()
+
+
+def _lock_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    # Two processes may number the same GPU otherwise (CUDA_VISIBLE_DEVICES).
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", f"cuda-{device.index}"))
+
+
+def _wait_for(descriptor: int, device: torch.device, timeout_s: float) -> None:
+    started, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            if time.monotonic() - started > timeout_s:
+                raise DeviceError(
+                    f"{device} is still in use by process {holder} after {timeout_s:.0f} s.",
+                    remedy="Wait for that measurement, or end the process.",
+                ) from None
+            if not told:
+                log.info("waiting for %s, on which process %s is measuring", device, holder)
+                told = True
+            time.sleep(0.05)
+
+
+# --- ceilings -----------------------------------------------------------------------------------------------------
+
+
+class Bandwidth(Record):
+    """What memory gives where `footprint_bytes` are touched again and again; bytes read and written both count."""
+
+    footprint_bytes: int
+    copy_gb_s: float
+    read_gb_s: float
+
+
+class Ceilings(Record):
+    """The best that a device gave here: no maker's number, and no promise for another machine.
+
+    On a CPU small data stays in caches, so bandwidth belongs to a footprint. On a GPU calls are judged with a cold
+    cache, so there is one bandwidth, that of its memory.
+
+    Args:
+        matmul_tflops: By dtype, and "tf32" for float32 products that the matrix units round to TensorFloat-32.
+        launch_us: The shortest time that a call takes, whatever it does.
+        busy: Whether others used the processors meanwhile.
+    """
+
+    device: DeviceInfo
+    threads: int
+    busy: bool
+    bandwidths: tuple[Bandwidth, ...]  # by rising footprint
+    matmul_tflops: dict[str, float]
+    launch_us: float
+
+    @property
+    def copy_gb_s(self) -> float:
+        """Bandwidth of a copy beyond all caches."""
+        return self.bandwidths[-1].copy_gb_s
+
+    @property
+    def read_gb_s(self) -> float:
+        """Bandwidth of reading beyond all caches."""
+        return self.bandwidths[-1].read_gb_s
+
+    def bandwidth_gb_s(self, footprint_bytes: float) -> float:
+        """The better of copying and reading at a footprint, between the measured ones by its logarithm."""
+        points = [(math.log(b.footprint_bytes), max(b.copy_gb_s, b.read_gb_s)) for b in self.bandwidths]
+        x = math.log(max(footprint_bytes, 1.0))
+        if x <= points[0][0]:
+            return points[0][1]
+        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+            if x <= x1:
+                return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        return points[-1][1]
+
+    def rate_tflops(self, dtype: str) -> float | None:
+        """The rate of products in a dtype; None where it was not measured.
+
+        A float32 product may be put together from three of TensorFloat-32 without losing digits.
+        """
+        rate = self.matmul_tflops.get(dtype)
+        tf32 = self.matmul_tflops.get("tf32")
+        if dtype == "float32" and rate is not None and tf32 is not None:
+            return max(rate, tf32 / 3)
+        return rate
+
+
+class Floor(NamedTuple):
+    """The least time of a call on a device, and what sets it."""
+
+    us: float
+    bound: Literal["memory", "compute", "launch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """The three floors of a call, in us. `compute_us` is 0 where the dtype's rate is not known."""
+
+    memory_us: float
+    compute_us: float
+    launch_us: float
+
+    @property
+    def floor(self) -> Floor:
+        candidates = (
+            Floor(self.memory_us, "memory"),
+            Floor(self.compute_us, "compute"),
+            Floor(self.launch_us, "launch"),
+        )
+        return max(candidates, key=lambda floor: floor.us)
+
+
+def roofline(kernel_type: KernelType, workload: Workload, ceilings: Ceilings) -> Roofline:
+    """The least times for a call's bytes, for its flops, and for any call at all."""
+    bytes_moved = kernel_type.bytes_moved(workload)
+    rate = ceilings.rate_tflops(workload.dtype)
+    return Roofline(
+        memory_us=bytes_moved / ceilings.bandwidth_gb_s(bytes_moved) / 1e3,
+        compute_us=kernel_type.flops(workload) / rate / 1e6 if rate else 0.0,
+        launch_us=ceilings.launch_us,
+    )
+
+
+def floor_us(kernel_type: KernelType, workload: Workload, ceilings: Ceilings) -> Floor:
+    """The least time of a call: the largest of its bytes over bandwidth, its flops over rate, and a launch."""
+    return roofline(kernel_type, workload, ceilings).floor
+
+
+def measure_ceilings(device: Device, *, refresh: bool = False) -> Ceilings:
+    """The ceilings of a device, measured here; kept on disk for a week, for the same device, versions and threads.
+
+    Args:
+        refresh: Measure even if there is a record.
+
+    Raises:
+        DeviceError: There is no such GPU, or another process does not let go of it.
+    """
+    resolved = resolve_device(device)
+    info = device_info(resolved)
+    path = cache_root() / "ceilings" / f"{_ceilings_key(info)}.json"
+    known = None if refresh else _recent(path)
+    if known is not None:
+        return known
+    with device_lock(resolved):
+        known = None if refresh else _recent(path)  # measured while this process waited
+        if known is not None:
+            return known
+        log.info("measuring what %s can do (once a week)", info.name)
+        measured = _measure_gpu(resolved, info) if resolved.type == "cuda" else _measure_cpu(info)
+        measured.save(path)
+    return measured
+
+
+def _ceilings_key(info: DeviceInfo) -> str:
+    parts = (
+        info.kind,
+        info.name,
+        info.arch,
+        info.units,
+        info.memory_bytes,
+        info.torch,
+        info.cuda,
+        info.driver,
+    )
+    text = "\0".join(map(str, (*parts, torch.get_num_threads() if info.kind == "cpu" else 0)))
+    return f"{info.kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _recent(path: Path) -> Ceilings | None:
+    """A record that is there, can be read and is not too old."""
+    if not path.exists():
+        return None
+    try:
+        record = Ceilings.load(path)
+    except ValueError:  # of another version of this program
+        return None
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(record.device.date)
+    limit = BUSY_MAX_AGE if record.busy else CEILINGS_MAX_AGE
+    return record if timedelta(0) <= age < limit else None
+
+
+def _is_busy() -> bool:
+    """Whether other programs keep the processors of this machine busy."""
+    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+
+
+CPU_FOOTPRINTS = tuple(1 << n for n in (15, 17, 19, 21, 23, 25, 27, 28))
+_CPU_BUDGET_S = 0.1  # a footprint and an operation
+_CPU_RUNS = 20
+_CPU_LARGE = 1 << 26
+_SLOW_MATMUL_S = 0.3
+
+
+def _measure_cpu(info: DeviceInfo) -> Ceilings:
+    busy = _is_busy()
+    bandwidths = []
+    for footprint in CPU_FOOTPRINTS:
+        copied, read = _cpu_bandwidth(footprint)
+        bandwidths.append(Bandwidth(footprint_bytes=footprint, copy_gb_s=copied, read_gb_s=read))
+    one = torch.zeros(1)
+    launch_s = _best_s(lambda: torch.add(one, one, out=one), _CPU_BUDGET_S, _CPU_RUNS)
+    return Ceilings(
+        device=info,
+        threads=torch.get_num_threads(),
+        busy=busy,
+        bandwidths=tuple(bandwidths),
+        matmul_tflops={
+            name: rate
+            for name, dtype in (
+                ("float32", torch.float32),
+                ("bfloat16", torch.bfloat16),
+                ("float16", torch.float16),
+            )
+            if (rate := _cpu_matmul_tflops(dtype)) is not None
+        },
+        launch_us=launch_s * 1e6,
+    )
+
+
+def _cpu_bandwidth(footprint: int) -> tuple[float, float]:
+    """GB/s of copying and of reading: a copy's two halves, or one tensor, are `footprint` bytes together."""
+    source, target = torch.zeros(footprint // 8), torch.zeros(footprint // 8)
+    both = torch.zeros(footprint // 4)
+    runs = _CPU_RUNS if footprint < _CPU_LARGE else _CPU_RUNS // 2
+    copied = _best_s(lambda: target.copy_(source), _CPU_BUDGET_S, runs)
+    read = _best_s(lambda: both.sum(), _CPU_BUDGET_S, runs)
+    return footprint / copied / 1e9, footprint / read / 1e9
+
+
+def _cpu_matmul_tflops(dtype: torch.dtype) -> float | None:
+    size = 1024 if dtype == torch.float32 else 512
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    started = time.perf_counter()
+    try:
+        torch.mm(a, b)
+    except RuntimeError as error:  # a torch without this product
+        log.debug("no product of %s here: %s", dtype, error)
+        return None
+    first = time.perf_counter() - started
+    best = first if first > _SLOW_MATMUL_S else _best_s(lambda: torch.mm(a, b), _CPU_BUDGET_S, _CPU_RUNS // 2)
+    return 2.0 * size**3 / best / 1e12
+
+
+def _best_s(call: Callable[[], object], budget_s: float, runs: int) -> float:
+    """The shortest of many runs, with all threads and with one in turn.
+
+    What disturbs a run only ever makes it longer; small work, and all work on a busy machine, is faster on one thread.
+    """
+    threads = torch.get_num_threads()
+    best, spent, done = math.inf, 0.0, 0
+    try:
+        while done < runs or spent < budget_s:
+            torch.set_num_threads(threads if done % 2 else 1)
+            call()
+            started = time.perf_counter()
+            call()
+            took = time.perf_counter() - started
+            best, spent, done = min(best, took), spent + took, done + 1
+    finally:
+        torch.set_num_threads(threads)
+    return best
+
+
+_GPU_BYTES = 1 << 30  # of a copy's source; far beyond any cache
+
+
+def _measure_gpu(device: torch.device, info: DeviceInfo) -> Ceilings:
+    busy = _is_busy()
+    with torch.cuda.device(device), torch.no_grad():
+        bandwidth = _gpu_bandwidth(device)
+        rates = _gpu_matmul_tflops(device)
+        launch_us = _gpu_launch_us(device)
+        torch.cuda.empty_cache()
+    return Ceilings(
+        device=info,
+        threads=torch.get_num_threads(),
+        busy=busy,
+        bandwidths=(bandwidth,),
+        matmul_tflops=rates,
+        launch_us=launch_us,
+    )
+
+
+def _gpu_bandwidth(device: torch.device) -> Bandwidth:
+    free, _ = torch.cuda.mem_get_info(device)
+    size = min(_GPU_BYTES, free // 8) // 4
+    source = torch.zeros(size, device=device)
+    target = torch.empty_like(source)
+    copied = 8 * size / _best_gpu_s(lambda: target.copy_(source)) / 1e9
+    read = 4 * size / _best_gpu_s(lambda: source.sum()) / 1e9
+    return Bandwidth(footprint_bytes=8 * size, copy_gb_s=copied, read_gb_s=read)
+
+
+def _best_gpu_s(call: Callable[[], object], runs: int = 20) -> float:
+    """The shortest time of a call on the current device; the queue is filled first, so that no launch is waited for."""
+    for _ in range(3):
+        call()
+    marks = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)
+    ]
+    for begin, end in marks:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return min(float(begin.elapsed_time(end)) for begin, end in marks) / 1e3
+
+
+def _gpu_matmul_tflops(device: torch.device) -> dict[str, float]:
+    free, _ = torch.cuda.mem_get_info(device)
+    size = 8192 if free > 4 << 30 else 2048
+    generator = torch.Generator(device).manual_seed(0)
+    # Random numbers: a product of zeros draws less power, and runs at a higher clock.
+    wide = torch.randn(2, size, size, device=device, generator=generator)
+    flops, rates = 2.0 * size**3, {}
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for name, allow in (("float32", False), ("tf32", True)):
+            if allow and torch.cuda.get_device_capability(device) < (8, 0):
+                continue
+            torch.backends.cuda.matmul.allow_tf32 = allow
+            rates[name] = flops / _best_gpu_s(lambda: torch.mm(wide[0], wide[1]), 5) / 1e12
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        if name == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            continue
+        a, b = wide.to(dtype).unbind()
+        rates[name] = flops / _best_gpu_s(lambda a=a, b=b: torch.mm(a, b), 10) / 1e12  # type: ignore[misc]
+    fp8 = _gpu_fp8_tflops(wide, flops)
+    if fp8 is not None:
+        rates["float8_e4m3fn"] = fp8
+    return rates
+
+
+def _gpu_fp8_tflops(wide: torch.Tensor, flops: float) -> float | None:
+    if torch.version.hip or torch.cuda.get_device_capability(wide.device) < (8, 9):
+        return None
+    a, b = wide[0].to(torch.float8_e4m3fn), wide[1].to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=wide.device)
+    best = _best_gpu_s(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16), 10)
+    return flops / best / 1e12
+
+
+def _gpu_launch_us(device: torch.device, launches: int = 200) -> float:
+    """Device time of a kernel that does next to nothing, in a queue that is never empty."""
+    one = torch.zeros(1, device=device)
+    best = math.inf
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host fills the queue
+        begin.record()
+        for _ in range(launches):
+            one.add_(1.0)
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end))
+    return best * 1e3 / launches
