@@ -28,8 +28,9 @@ from autokernel_hf import packages
 from autokernel_hf.binding import code_schema
 from autokernel_hf.errors import PackageError
 from autokernel_hf.hub_client import TELEMETRY_VARIABLES, is_repo_id, is_true, newest_version, snapshot
+from autokernel_hf.judge.checks import check_values, expect, form_of
 from autokernel_hf.kernels import kernel_types
-from autokernel_hf.kernels.base import DTYPES, KernelType, make_inputs, upcast
+from autokernel_hf.kernels.base import KernelType, make_inputs
 from autokernel_hf.records import CheckReport, Workload
 
 logger = logging.getLogger(__name__)
@@ -336,38 +337,14 @@ def _compare(
             where = f"{name} at {call.workload.label} {call.workload.dtype}"
             if outcome["error"] is not None:
                 problems.append(f"{where} raises {outcome['error']}")
-            elif outcome["outputs"] is not None:
-                problems += [f"{where}: {p}" for p in _wrong(call, outcome["outputs"])]
+            elif outcome["outputs"] is not None and (wrong := _wrong(call, outcome["outputs"])):
+                problems.append(f"{where}: {wrong}")
     return problems, notes
 
 
-def _wrong(call: _Call, outputs: Sequence[Tensor]) -> list[str]:
-    """What is wrong with a call's outputs, held against the type's oracle and its own tolerance."""
-    kernel_type, workload, args = call.kernel_type, call.workload, dict(call.args)
-    exact = kernel_type.oracle(**upcast(args))
-    plain = kernel_type.reference(**args)
-    if len(outputs) != len(exact):
-        return [f"{len(outputs)} outputs in place of {len(exact)}"]
-    problems = []
-    for output, wanted, torch_own in zip(outputs, exact, plain, strict=True):
-        if output.shape != wanted.shape or output.dtype != torch_own.dtype:
-            problems.append(
-                f"output is {tuple(output.shape)} {output.dtype}, not {tuple(wanted.shape)} {torch_own.dtype}"
-            )
-            continue
-        if wanted.numel() == 0:
-            continue
-        error = (output.double() - wanted).abs()
-        own = (torch_own.double() - wanted).abs().max().item()
-        scale = wanted.abs().clamp_min(wanted.square().mean().sqrt().item())
-        tolerance = kernel_type.tolerance
-        allowed = tolerance.k * own + (
-            tolerance.ulps * tolerance.growth(workload) * torch.finfo(DTYPES[workload.dtype]).eps * scale
-        )
-        # Written so that NaN, which compares as false, is wrong too.
-        right = error <= allowed
-        if not bool(right.all()):
-            problems.append(
-                f"wrong by up to {error.max().item():.3g} ({(~right).sum().item()} of {right.numel()} elements)"
-            )
-    return problems
+def _wrong(call: _Call, outputs: Sequence[Tensor]) -> str:
+    """What is wrong with a call's outputs, by the judge's own rule; empty where nothing is."""
+    expected = expect(call.kernel_type, call.workload, dict(call.args))
+    return (
+        form_of(outputs, expected) or check_values(outputs, expected, call.kernel_type, call.workload).problem
+    )

@@ -311,6 +311,8 @@ def _loading(name: str) -> Iterator[None]:
                 f"The publisher of {name} is not on the Hub's list of trusted ones.",
                 remedy="Read its code; if you trust it, say trust_remote_code=True (--trust-remote-code).",
             ) from error
+        if "available versions" in words or "not available in the local cache" in words:
+            raise HubError(f"{name}: {words}", remedy="Say another version.") from error
         raise PackageError(f"{name} does not load: {words}") from error
 
 

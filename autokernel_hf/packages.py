@@ -364,7 +364,7 @@ _TOKENS = {
     "an AWS key": re.compile(rb"\bAKIA[0-9A-Z]{16}\b"),
     "a private key": re.compile(rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----"),
 }
-_HOMES = re.compile(rb"(?:/home/|/Users/|/root/|[A-Z]:\\Users\\)[\w.-]+")
+_HOMES = re.compile(rb"(?<![\w.-])(?:/home/|/Users/|/root/|[A-Z]:\\Users\\)[\w.-]+")
 # Account names that say nothing about a person, and words that occur in any source.
 _COMMON_NAMES = frozenset(
     {
@@ -424,7 +424,7 @@ def _local_needles() -> list[tuple[str, re.Pattern[bytes]]]:
         os.environ[v] for v in ("HF_HOME", "AUTOKERNEL_HF_CACHE", "XDG_CACHE_HOME") if os.environ.get(v)
     }
     needles = [
-        (f"the local path {folder}", re.compile(re.escape(folder.encode()) + rb"(?=[/\\\"'\s:\0]|$)"))
+        (f"the local path {folder}", re.compile(rb"(?<![\w.-])" + re.escape(folder.encode()) + rb"(?=[/\\\"'\s:\0]|$)"))
         for folder in sorted(folders)
         # A shared system folder tells nothing about its owner.
         if len(Path(folder).parts) > 1 and folder not in ("/usr", "/usr/local", "/opt", "/tmp")
