@@ -46,11 +46,13 @@ _RESTORE = "Restore the first replacement before making another."
 _numbers = itertools.count()
 
 
-def load_layers(kernel_type: str, function: Callable[..., Any]) -> ModuleType:
+def load_layers(kernel_type: str, function: Callable[..., Any], *, compilable: bool = True) -> ModuleType:
     """The layer classes of a kernel type, calling `function` where a package would call its kernel.
 
     Args:
         function: Called as the kernel is: schema arguments, returns a tensor or a tuple.
+        compilable: Whether torch.compile will see them: it looks modules up by the name in a function's globals, so
+            that they stay in `sys.modules` for good.
 
     Raises:
         PackageError: The type has no layers.
@@ -59,9 +61,16 @@ def load_layers(kernel_type: str, function: Callable[..., Any]) -> ModuleType:
     ops, layers = ModuleType(f"{package}._ops"), ModuleType(f"{package}.layers")
     setattr(ops, kernel_type, function)
     layers.__package__ = package
-    # The entries stay: torch.compile looks modules up by the name in a function's globals.
-    sys.modules.update({package: ModuleType(package), ops.__name__: ops, layers.__name__: layers})
-    exec(_code_of_layers(kernel_type), layers.__dict__)
+    code = _code_of_layers(kernel_type)
+    # `from ._ops import ...` in the source finds these.
+    entries = {package: ModuleType(package), ops.__name__: ops, layers.__name__: layers}
+    sys.modules.update(entries)
+    try:
+        exec(code, layers.__dict__)
+    finally:
+        if not compilable:
+            for name in entries:
+                del sys.modules[name]
     return layers
 
 

@@ -351,11 +351,11 @@ def test_free_memory_of_this_machine_is_a_sane_number() -> None:
     assert 100e6 < free < 1e14
 
 
-def test_devices_that_are_not_there_are_told() -> None:
+def test_devices_that_are_not_there_are_told(tiny_llama: Path) -> None:
     with pytest.raises(DeviceError, match="cuda:99 is not there"):
-        architectures.resolve_device("cuda:99")
+        pull(ModelSpec(model=str(tiny_llama), device="cuda:99"))
     with pytest.raises(UsageError, match="no device 'tpu'"):
-        architectures.resolve_device("tpu")
+        load(ModelSpec(model=str(tiny_llama), device="tpu"))
 
 
 # --- a user's own module ------------------------------------------------------------------------------------------

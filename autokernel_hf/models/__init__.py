@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from autokernel_hf.errors import ModelError
+from autokernel_hf.gpu import resolve_device
 from autokernel_hf.models import architectures, inputs, user
-from autokernel_hf.models.architectures import free_memory, resolve_device
+from autokernel_hf.models.architectures import free_memory
 from autokernel_hf.models.fetch import Checkpoint, check_folder, fetch
 from autokernel_hf.models.inputs import Inputs
 from autokernel_hf.models.source import (
@@ -40,7 +41,7 @@ __all__ = [
     "free_memory",
     "load",
     "pull",
-    "resolve_device",
+    "run_pass",
 ]
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from autokernel_hf.errors import DeviceError, ModelError, UsageError
+from autokernel_hf.errors import ModelError, UsageError
 from autokernel_hf.models.fetch import Checkpoint
 from autokernel_hf.records import ModelSpec
 
@@ -333,31 +333,6 @@ def _reclaimable(group: Path) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there.
-
-    Raises:
-        DeviceError: There is no such GPU.
-        UsageError: The name is none of these.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        return torch.device("cuda", 0) if count else torch.device("cpu")
-    if name == "cpu":
-        return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise UsageError(f"There is no device {name!r}.", remedy="Use auto, cpu, cuda or cuda:N.")
-    if int(index or 0) >= count:
-        raise DeviceError(
-            f"{name} is not there: {count or 'no'} CUDA device{'s' if count > 1 else ''} found.",
-            remedy="Use --device cpu; `autokernel-hf doctor` says what is missing."
-            if not count
-            else f"Use cuda:0 to cuda:{count - 1}.",
-        )
-    return torch.device("cuda", int(index or 0))
 
 
 def _first_line(error: Exception) -> str:
