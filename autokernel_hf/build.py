@@ -44,7 +44,7 @@ __all__ = ["build", "cache_root", "compile_only", "cpu_levels", "load"]
 log = logging.getLogger(__name__)
 
 _RESOURCES = "resources.json"
-_CACHE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_CACHE_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 DEFAULT_CUDA_ARCHS = ("9.0a",)
 
 

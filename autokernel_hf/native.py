@@ -146,6 +146,10 @@ def _explained(output: str, job: Job, file_name: str) -> AutokernelError:
     """A failed build as an error about the candidate."""
     error = toolchain.compile_error(output, job.candidate.source, file_name)
     prototype = f"Define: {binding.launcher_prototype(job.type)}"
+    # The check that a candidate is closed comes first where it calls the launcher itself.
+    missing = rf"(undefined reference to|hidden symbol) [`'](ak_)?{job.type.name}(_v\d)?'"
+    if re.search(missing, output):
+        return CandidateError(f"The candidate defines no launcher {job.type.name}.", remedy=prototype)
     if error.about_candidate:
         return error
     if re.search(r"^(\S*/)?unit\.(cpp|cu)[:(]\d+", output, re.MULTILINE):
@@ -154,8 +158,6 @@ def _explained(output: str, job: Job, file_name: str) -> AutokernelError:
         return CandidateError(
             f"{line} launcher {job.type.name} has another signature than the schema.", remedy=prototype
         )
-    if re.search(rf"hidden symbol [`']\S*{job.type.name}\S*' isn't defined", output):
-        return CandidateError(f"The candidate defines no launcher {job.type.name}.", remedy=prototype)
     return error
 
 

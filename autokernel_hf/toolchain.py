@@ -22,6 +22,7 @@ from autokernel_hf.records import Resources
 log = logging.getLogger(__name__)
 
 MAX_ERRORS = 8
+DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +70,12 @@ def need_binutils() -> None:
 
 @cache
 def nvcc() -> Tool:
-    """NVIDIA's compiler: on PATH, in CUDA_HOME, or in /usr/local/cuda.
+    """NVIDIA's compiler: on PATH, in CUDA_HOME, or in its usual place.
 
     Raises:
         ToolMissingError: There is none.
     """
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), DEFAULT_CUDA_HOME]
     places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
     path = next(filter(None, map(shutil.which, ["nvcc", *places])), None)
     if path is None:

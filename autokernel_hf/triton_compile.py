@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from autokernel_hf.records import Record
+from autokernel_hf.records import Record, TensorSpec, Workload
 from autokernel_hf.toolchain import ptxas_uses
 
 
@@ -113,9 +113,7 @@ def _compile(request: Request) -> list[KernelUse]:
     JITFunction.run = compile_instead
     module = _import(Path(request.file))
     type_ = kernel_type(request.kernel_type)
-    workloads = [w for w in type_.workloads["cuda"] if w.dtype in request.dtypes]
-    if not workloads:  # a candidate for a dtype that no timed workload has
-        workloads = [type_.build(axes, d, options) for axes, options in type_.sweep for d in request.dtypes]
+    workloads = [_in_domain(w, request.dtypes) for w in type_.workloads["cuda"]]
     refused = ""
     with torch.no_grad():
         for workload in workloads:
@@ -129,6 +127,19 @@ def _compile(request: Request) -> list[KernelUse]:
     if not compiled:
         raise RuntimeError(f"kernel_fn launched no kernel on any workload. {refused}".strip())
     return [_use(kernel) for kernel in compiled.values()]
+
+
+def _in_domain(workload: Workload, dtypes: tuple[str, ...]) -> Workload:
+    """The same call in a dtype that the candidate supports."""
+    if workload.dtype in dtypes:
+        return workload
+    args = tuple(
+        (name, value.model_copy(update={"dtype": dtypes[0]}))
+        if isinstance(value, TensorSpec) and value.dtype == workload.dtype
+        else (name, value)
+        for name, value in workload.args
+    )
+    return workload.model_copy(update={"args": args})
 
 
 def _import(file: Path) -> Any:

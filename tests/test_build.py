@@ -1,0 +1,997 @@
+"""Building candidates: what the binding hands to C, what torch sees of it, and what ends up in a library."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import kernel_abi_check
+import pytest
+import torch
+
+from autokernel_hf import binding, build, cache, native, toolchain
+from autokernel_hf.errors import (
+    AutokernelError,
+    CandidateError,
+    CompileError,
+    PackageError,
+    ToolMissingError,
+    UsageError,
+)
+from autokernel_hf.kernels import kernel_types
+from autokernel_hf.records import Backend, Built, Candidate
+from tests import build_candidates as sources
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+
+
+def made(kernel_type: str, backend: Backend, source: str, **options: object) -> Built:
+    return build.build(Candidate(kernel_type=kernel_type, backend=backend, source=source), **options)  # type: ignore[arg-type]
+
+
+def loaded(kernel_type: str, source: str) -> ModuleType:
+    return build.load(made(kernel_type, "cpp", source).path)
+
+
+@pytest.fixture(scope="module")
+def rmsnorm() -> ModuleType:
+    return loaded("rmsnorm", sources.RMSNORM_CPP)
+
+
+@pytest.fixture(scope="module")
+def activation() -> ModuleType:
+    return loaded("activation", sources.ACTIVATION_PROBE_CPP)
+
+
+@pytest.fixture(scope="module")
+def add_norm() -> ModuleType:
+    return loaded("add_norm", sources.ADD_NORM_CPP)
+
+
+def expected_rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    wide = x.double()
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight.double())).to(
+        x.dtype
+    )
+
+
+def operator(module: ModuleType, name: str) -> torch._ops.OpOverload:
+    return getattr(getattr(torch.ops, module.__name__), name).default
+
+
+# --- what the candidate is called with ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.transpose(0, 1),
+        lambda x: x[..., ::2],
+        lambda x: x[:, :1],
+        lambda x: x[0, 0],
+        lambda x: x[:1].expand(6, 5, 64),
+        lambda x: x[..., 1:],
+        lambda x: x[:0],
+    ],
+    ids=["plain", "transposed", "sliced", "one column", "one row", "expanded", "offset", "empty"],
+)
+def test_result_is_right_new_and_contiguous_in_every_layout(rmsnorm: ModuleType, view: object) -> None:
+    x = view(torch.randn(3, 5, 64))  # type: ignore[operator]
+    weight = torch.rand(128)[:: 128 // x.shape[-1]][: x.shape[-1]]
+    before = x.clone()
+    y = rmsnorm.rmsnorm(x, weight, 1e-5, 0.5)
+    torch.testing.assert_close(y, expected_rmsnorm(x, weight, 1e-5, 0.5), rtol=1e-5, atol=1e-6)
+    assert y.is_contiguous() and y.shape == x.shape
+    assert torch.equal(x, before)
+
+
+def seen(y: torch.Tensor) -> dict[str, object]:
+    ndim = int(y.flatten()[0])
+    flat = [int(v) for v in y.flatten()[: 5 + 2 * ndim]]  # the probe writes no more
+    return {
+        "kind": flat[1],
+        "threads": flat[2],
+        "workspace": flat[3],
+        "misaligned": flat[4],
+        "sizes": flat[5 : 5 + ndim],
+        "strides": flat[5 + ndim : 5 + 2 * ndim],
+    }
+
+
+@pytest.mark.parametrize(
+    ("x", "sizes", "strides"),
+    [
+        (torch.randn(2, 3, 20), [6, 20], [20, 1]),
+        (torch.randn(20), [1, 20], [20, 1]),
+        (torch.randn(2, 3, 40)[..., ::2], [6, 20], [40, 2]),
+        (torch.randn(2, 1, 3, 20), [6, 20], [20, 1]),
+        (torch.randn(3, 2, 20).transpose(0, 1), [2, 3, 20], [20, 40, 1]),
+        (torch.randn(2, 4, 20)[:, :3], [2, 3, 20], [80, 20, 1]),
+        (torch.randn(1, 20).expand(5, 20), [5, 20], [0, 1]),
+    ],
+    ids=["3d", "1d", "sliced", "unit", "transposed", "gap", "expanded"],
+)
+def test_leading_dimensions_are_merged_wherever_strides_allow(
+    activation: ModuleType, x: torch.Tensor, sizes: list[int], strides: list[int]
+) -> None:
+    got = seen(activation.activation(x, "silu"))
+    assert (got["sizes"], got["strides"]) == (sizes, strides)
+
+
+def test_words_arrive_as_codes_and_workspace_as_asked(activation: ModuleType) -> None:
+    x = torch.randn(4, 8)
+    for word, code in {
+        "none": 0,
+        "gelu": 1,
+        "gelu_tanh": 2,
+        "gelu_new": 3,
+        "quick_gelu": 4,
+        "silu": 5,
+    }.items():
+        got = seen(activation.activation(x, word))
+        assert got["kind"] == code
+        assert got["workspace"] == (0 if word == "quick_gelu" else 1000)
+        assert got["misaligned"] == 0
+
+
+def test_thread_count_follows_torch(activation: ModuleType) -> None:
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 3, 2):
+            torch.set_num_threads(n)
+            assert seen(activation.activation(torch.randn(4, 8), "silu"))["threads"] == n
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_optional_tensors_and_two_outputs(add_norm: ModuleType) -> None:
+    x, residual, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.rand(8)
+    y, s = add_norm.add_norm(x, residual, weight, None, 1e-6, kind="layer")
+    torch.testing.assert_close(s, x + residual)
+    torch.testing.assert_close(y, -(x + residual) * weight)
+    y, s = add_norm.add_norm(x, residual, None, None, 1e-6)
+    torch.testing.assert_close(y, x + residual)
+    assert y.data_ptr() != s.data_ptr()
+
+
+@pytest.mark.parametrize("misplaced", ["x", "residual", "both", "offset"])
+def test_contiguous_aligned_copies_where_the_candidate_wants_them(
+    add_norm: ModuleType, misplaced: str
+) -> None:
+    x, residual = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    if misplaced in ("x", "both"):
+        x = torch.randn(2, 3, 8).transpose(0, 1)
+    if misplaced in ("residual", "both"):
+        residual = torch.randn(3, 2, 24)[..., ::3]
+    if misplaced == "offset":
+        x = torch.randn(49)[1:].view(3, 2, 8)
+        assert x.data_ptr() % 16
+    y, s = add_norm.add_norm(x, residual, None, None, 1e-6)
+    torch.testing.assert_close(s, x + residual)
+    torch.testing.assert_close(y, x + residual)
+
+
+def test_dimension_arrives_counted_from_the_front() -> None:
+    module = loaded("reduce", sources.REDUCE_PROBE_CPP)
+    x = torch.randn(5, 4, 6)
+    for dim in (-3, -2, -1, 0, 1, 2):
+        for keepdim in (False, True):
+            y = module.reduce(x, dim, keepdim, "max")
+            assert y.shape == x.amax(dim, keepdim).shape
+            assert [int(v) for v in y.flatten()[:3]] == [dim % 3, int(keepdim), 2]
+    assert module.reduce(torch.tensor([1.0, 2.0, 3.0]).expand(3, 3)).shape == (3,)
+    with pytest.raises(RuntimeError, match="dimension 3 is out of range"):
+        module.reduce(x, 3)
+
+
+def test_attention_gets_nulls_and_its_default_scale() -> None:
+    module = loaded("flash_attention", sources.ATTENTION_PROBE_CPP)
+    q, k, v = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 8)
+    y = module.flash_attention(q, k, v)
+    assert y.shape == (1, 4, 5, 8)
+    assert y.flatten()[:7].tolist() == [0, -1, 0, 0, 0, -1, 0.25]
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    y = module.flash_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool), cu, cu, 5, 7, 0.5, True, 3)
+    assert y.flatten()[:7].tolist() == [1, 11, 1, 5, 1, 3, 0.5]
+    with pytest.raises(RuntimeError, match="Hq must be a multiple of Hk"):
+        module.flash_attention(q[:, :3], k, v)
+    with pytest.raises(RuntimeError, match="mask has shape"):
+        module.flash_attention(q, k, v, torch.ones(5, 6, dtype=torch.bool))
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_outside_of_the_domain_is_refused_by_name(rmsnorm: ModuleType, activation: ModuleType) -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    with pytest.raises(
+        NotImplementedError, match="float16 is outside of this kernel's domain .dtype: float32"
+    ):
+        rmsnorm.rmsnorm(x.half(), weight, 1e-6)
+    with pytest.raises(NotImplementedError, match="x must be one of float32, float16, bfloat16"):
+        activation.activation(x.double(), "silu")
+    with pytest.raises(NotImplementedError, match="does not support these arguments"):
+        activation.activation(x.half(), "silu")  # the launcher says so
+    with pytest.raises(ValueError, match="kind must be one of"):
+        activation.activation(x, "swish")
+
+
+def test_domain_of_words_and_flags() -> None:
+    source = sources.ACTIVATION_PROBE_CPP.replace(
+        "// kernel_type: activation", "// kernel_type: activation\n// supports: kind=silu,gelu; dtype=float32"
+    )
+    module = loaded("activation", source)
+    assert seen(module.activation(torch.randn(4, 8), "gelu"))["kind"] == 1
+    with pytest.raises(NotImplementedError, match="kind gelu_new is outside .*kind: silu, gelu"):
+        module.activation(torch.randn(4, 8), "gelu_new")
+    source = sources.REDUCE_PROBE_CPP.replace("\n#include", "\n// supports: keepdim=true\n#include", 1)
+    module = loaded("reduce", source)
+    assert module.reduce(torch.randn(5, 4), 0, True).shape == (1, 4)
+    with pytest.raises(NotImplementedError, match="keepdim False"):
+        module.reduce(torch.randn(5, 4), 0)
+
+
+def test_errors_of_a_launcher_become_python_errors(activation: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="the kernel returned error 7"):
+        activation.activation(torch.randn(4, 8), "relu")
+    with pytest.raises(RuntimeError, match="refuses contiguous arguments as not contiguous"):
+        activation.activation(torch.randn(4, 8), "relu2")
+
+
+def test_no_call_when_all_outputs_are_empty(activation: ModuleType) -> None:
+    assert activation.activation(torch.randn(0, 8), "relu").shape == (0, 8)  # relu would return an error
+
+
+def test_mismatched_arguments_never_reach_the_candidate(rmsnorm: ModuleType, add_norm: ModuleType) -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    with pytest.raises(
+        RuntimeError, match=r"weight has shape \(7\), which does not fit \(N\) where x has shape \(3, 8\)"
+    ):
+        rmsnorm.rmsnorm(x, weight[:7], 1e-6)
+    with pytest.raises(RuntimeError, match="weight has shape"):
+        rmsnorm.rmsnorm(x, weight[None], 1e-6)
+    with pytest.raises(NotImplementedError, match="dtype of weight"):
+        rmsnorm.rmsnorm(x, weight.double(), 1e-6)
+    with pytest.raises(RuntimeError, match="residual has shape"):
+        add_norm.add_norm(x, torch.randn(2, 8), None, None, 1e-6)
+    with pytest.raises(NotImplementedError, match="dtype of residual"):
+        add_norm.add_norm(x, x.half(), None, None, 1e-6)
+
+
+# --- what torch sees ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["", binding.NO_GRAD])
+def test_operators_pass_torchs_own_check(rmsnorm: ModuleType, add_norm: ModuleType, suffix: str) -> None:
+    x, weight = torch.randn(3, 5, 8), torch.rand(8)
+    torch.library.opcheck(operator(rmsnorm, f"rmsnorm{suffix}"), (x, weight, 1e-6))
+    torch.library.opcheck(operator(rmsnorm, f"rmsnorm{suffix}"), (x.transpose(0, 1), weight, 1e-6, 1.0))
+    torch.library.opcheck(operator(add_norm, f"add_norm{suffix}"), (x, x + 1, None, None, 1e-6))
+    torch.library.opcheck(
+        operator(add_norm, f"add_norm{suffix}"), (x.mT, x.mT + 1, torch.rand(5), None, 1e-6, 0.0, 1)
+    )
+
+
+def test_compiles_whole_and_gives_the_same(rmsnorm: ModuleType) -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return rmsnorm.rmsnorm(x.sin(), w, 1e-6) * 2
+
+    weight = torch.rand(8)
+    for backend, shapes in (("inductor", ((3, 8),)), ("aot_eager", ((3, 8), (5, 8), (2, 3, 8)))):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        for shape in shapes:
+            x = torch.randn(shape)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x, weight), layer(x, weight))
+    y = compiled(torch.randn(3, 8), torch.nn.Parameter(weight))
+    with pytest.raises(RuntimeError, match="has no backward"):
+        y.sum().backward()
+
+
+def test_gradients_raise_and_are_never_silently_missing(rmsnorm: ModuleType, add_norm: ModuleType) -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    y = rmsnorm.rmsnorm(x, weight.requires_grad_(), 1e-6)
+    assert y.requires_grad
+    with pytest.raises(RuntimeError, match="has no backward"):
+        y.sum().backward()
+    _, s = add_norm.add_norm(x.requires_grad_(), torch.randn(3, 8), None, None, 1e-6)
+    with pytest.raises(RuntimeError, match="has no backward"):
+        s.sum().backward()
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda t: rmsnorm.rmsnorm(t, weight.detach(), 1e-6).sum())(x.detach())
+    with torch.no_grad():
+        assert not rmsnorm.rmsnorm(x, weight, 1e-6).requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            rmsnorm.rmsnorm(x, weight, 1e-6),
+            expected_rmsnorm(x.detach(), weight.detach(), 1e-6),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+def test_inference_does_not_go_through_the_autograd_formula(rmsnorm: ModuleType) -> None:
+    x, weight = torch.randn(3, 8), torch.nn.Parameter(torch.rand(8))
+
+    def called() -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            rmsnorm.rmsnorm(x, weight, 1e-6)
+        return {
+            e.key.rpartition("::")[2] for e in profile.key_averages() if e.key.startswith(rmsnorm.__name__)
+        }
+
+    with torch.no_grad():
+        assert called() == {"rmsnorm_no_grad"}
+    assert called() == {"rmsnorm"}
+
+
+EVERY_TYPE = sorted(kernel_types())
+
+
+def stub(name: str) -> str:
+    """A Triton candidate that is never run: its variant needs no compiler, and has fakes like any other."""
+    from autokernel_hf.contract import python_signature
+
+    return f'KERNEL_TYPE = "{name}"\n\n\ndef kernel_fn{python_signature(kernel_types()[name])}:\n    raise AssertionError\n'
+
+
+@pytest.mark.parametrize("name", EVERY_TYPE)
+def test_fakes_have_the_outputs_that_the_type_declares(name: str) -> None:
+    from autokernel_hf.kernels.base import DTYPES, output_specs
+    from autokernel_hf.records import TensorSpec
+
+    kernel_type = kernel_types()[name]
+    function = getattr(build.load(made(name, "triton", stub(name)).path), name)
+    checked = 0
+    for axes, options in (*kernel_type.sweep, *kernel_type.edges):
+        for dtype in kernel_type.dtypes:
+            args = {
+                key: torch.empty(value.shape, dtype=DTYPES[value.dtype], device="meta")
+                if isinstance(value, TensorSpec)
+                else value
+                for key, value in kernel_type.build(axes, dtype, options).args
+            }
+            outputs = function(**args)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            assert [(tuple(o.shape), o.dtype) for o in outputs] == list(
+                output_specs(kernel_type.outputs, args)
+            )
+            assert all(o.is_contiguous() for o in outputs)
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("name", EVERY_TYPE)
+def test_binding_of_every_type_is_valid(name: str, tmp_path: Path) -> None:
+    kernel_type = kernel_types()[name]
+    fit = binding.fit(kernel_type)
+    assert list(fit.shapes) and set(fit.shapes) == {a.name for a in kernel_type.schema.args if a.is_tensor}
+    for backend in ("cpp", "cuda") if name == "matmul" else ("cuda",):
+        levels = build.cpu_levels() if backend == "cpp" else ()
+        file = tmp_path / f"{backend}.cpp"
+        file.write_text(binding.binding_source(kernel_type, backend, levels))  # type: ignore[arg-type]
+        done = subprocess.run(
+            [
+                toolchain.gxx().path,
+                *(
+                    "-std=c++20",
+                    "-fsyntax-only",
+                    "-Wall",
+                    "-Wextra",
+                    "-Werror",
+                    "-DUSE_CUDA" if backend == "cuda" else "-O0",
+                ),
+                f"-DTORCH_TARGET_VERSION={native.TORCH_TARGET}",
+                *(
+                    f"-I{binding.RUNTIME.parent}",
+                    "-isystem",
+                    f"{Path(torch.__file__).parent / 'include'}",
+                    str(file),
+                ),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+# --- errors of candidates -----------------------------------------------------------------------------------------
+
+
+def cpp_error(before: str, after: str) -> str:
+    assert before in sources.RMSNORM_CPP
+    with pytest.raises((CompileError, CandidateError)) as caught:
+        made("rmsnorm", "cpp", sources.RMSNORM_CPP.replace(before, after))
+    return str(caught.value)
+
+
+def test_compile_error_shows_the_candidates_line_once() -> None:
+    text = cpp_error("double sum = 0;", "dooble sum = 0;")
+    number = sources.RMSNORM_CPP[: sources.RMSNORM_CPP.index("double sum")].count("\n") + 1
+    assert f"kernel.cpp:{number}: error: 'dooble' was not declared" in text
+    assert f"{number} |     dooble sum = 0;" in text
+    assert text.count("'dooble'") == 1 and "unit.cpp" not in text and str(cache.cache_root()) not in text
+
+
+def test_wrong_launcher_is_told_with_what_it_should_be() -> None:
+    text = cpp_error("double eps, double offset", "float eps, double offset")
+    assert (
+        "another signature than the schema" in text
+        and "double eps, double offset, const AkTensor *out" in text
+    )
+    text = cpp_error('extern "C" int rmsnorm(', "static void helper(")
+    assert "defines no launcher rmsnorm" in text
+    body = sources.RMSNORM_CPP
+    declared = body[: body.index(" {\n", body.index('extern "C"'))] + ";\n"
+    with pytest.raises(CandidateError, match="defines no launcher rmsnorm"):
+        made("rmsnorm", "cpp", declared)
+
+
+def test_nothing_outside_of_the_standard_libraries_can_be_called() -> None:
+    text = cpp_error("double sum = 0;", "double sum = cblas_sdot(1);")
+    assert "cblas_sdot" in text
+    source = sources.RMSNORM_CPP.replace("double sum = 0;", "double sum = cblas_sdot(1);").replace(
+        "#include <math.h>", '#include <math.h>\nextern "C" double cblas_sdot(int);'
+    )
+    with pytest.raises(CompileError, match="cblas_sdot is neither defined here nor part of"):
+        made("rmsnorm", "cpp", source)
+
+
+def test_static_initializers_are_refused() -> None:
+    assert "initialized when the library is loaded" in cpp_error(
+        "#include <math.h>", "#include <math.h>\n#include <iostream>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel_type", "source", "message"),
+    [
+        (
+            "rmsnorm",
+            sources.RMSNORM_CPP.replace("// kernel_type: rmsnorm", "//"),
+            "does not name its kernel type",
+        ),
+        ("layernorm", sources.RMSNORM_CPP, "says it is a rmsnorm; it should be a layernorm"),
+        ("rmsnorm", sources.RMSNORM_CPP.replace("dtype=float32", "dtype=float12"), "lists the dtype float12"),
+        ("rmsnorm", sources.RMSNORM_CPP.replace("dtype=float32", "eps=1"), "cannot be narrowed by eps"),
+        ("rmsnorm", sources.RMSNORM_CPP.replace("dtype=float32", "dtype"), "cannot be read"),
+        ("rmsnorm", sources.RMSNORM_CPP.replace("dtype=float32", "dtype="), "lists no value for dtype"),
+        (
+            "reduce",
+            sources.REDUCE_PROBE_CPP.replace("\n", "\n// supports: op=avg\n", 1),
+            "not one of its words",
+        ),
+    ],
+)
+def test_broken_headers_are_candidate_errors(kernel_type: str, source: str, message: str) -> None:
+    with pytest.raises(CandidateError, match=message):
+        made(kernel_type, "cpp", source)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('KERNEL_TYPE = "rmsnorm"', "", "does not name its kernel type"),
+        ('KERNEL_TYPE = "rmsnorm"', 'KERNEL_TYPE = "softmax"', "says it is a softmax"),
+        ("import torch\n", "import torch\nimport os\n", "Line 7: a candidate may not import os"),
+        (
+            "import torch\n",
+            "import torch\nfrom torch.utils import data\nfrom . import x\n",
+            "may not import .",
+        ),
+        ("    shape = x.shape", "    import subprocess\n    shape = x.shape", "may not import subprocess"),
+        ("@triton.jit", "@triton.autotune(configs=[], key=[])\n@triton.jit", "autotune is not allowed"),
+        ("offset=0.0):", "offset=1.0):", "another signature than the schema"),
+        ("def kernel_fn(x, weight, eps", "def kernel_fn(weight, x, eps", "another signature than the schema"),
+        ("offset=0.0):", "offset=0.0, *, fast=True):", "the schema's arguments and no other"),
+        ("def kernel_fn(", "def kernel(", "defines no kernel_fn"),
+        ('{"dtype": ["float32", "float16"]}', "dict(dtype=[1])", "SUPPORTS is not a literal"),
+        ('{"dtype": ["float32", "float16"]}', '{"dtype": "float32"}', "SUPPORTS cannot be read"),
+        ("    shape = x.shape", "    shape = = x.shape", "is not Python: line 25"),
+    ],
+)
+def test_triton_candidates_are_held_against_the_contract(before: str, after: str, message: str) -> None:
+    assert before in sources.RMSNORM_TRITON
+    with pytest.raises(CandidateError, match=message):
+        made("rmsnorm", "triton", sources.RMSNORM_TRITON.replace(before, after, 1))
+
+
+def test_missing_tools_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tools = (toolchain.gxx, toolchain.nvcc, toolchain.ninja)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(toolchain, "DEFAULT_CUDA_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    try:
+        for tool, remedy in zip(
+            tools, ("apt-get install g", "CUDA toolkit", "pip install ninja"), strict=True
+        ):
+            tool.cache_clear()
+            with pytest.raises(ToolMissingError, match=remedy):
+                tool()
+        with pytest.raises(ToolMissingError, match="binutils"):
+            toolchain.need_binutils()
+    finally:
+        for tool in tools:
+            tool.cache_clear()
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_its_children(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(CompileError, match="did not end within"):
+        toolchain.run(
+            ["sh", "-c", "setsid -w sleep 61 & sh -c 'sleep 62 & wait' & wait"], cwd=tmp_path, timeout_s=0.5
+        )
+    assert time.monotonic() - started < 10
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
+    assert "sleep 62" not in left
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_content_is_built_once_and_other_content_elsewhere(rmsnorm: ModuleType) -> None:
+    again = made("rmsnorm", "cpp", sources.RMSNORM_CPP)
+    assert again.cached and Path(again.path).name == again.id == rmsnorm.__name__
+    assert re.fullmatch(r"_ak_rmsnorm_cpp_[0-9a-f]{12}", again.id)
+    other = made("rmsnorm", "triton", sources.RMSNORM_TRITON)
+    more = made("rmsnorm", "triton", sources.RMSNORM_TRITON + "\n")
+    assert len({again.id, other.id, more.id}) == 3
+    assert sorted(p.name for p in Path(again.path).iterdir()) == [
+        "__init__.py",
+        f"{again.id}.abi3.so",
+        "_ops.py",
+        "layers.py",
+    ]
+    assert (Path(more.path) / "op.py").read_text() == sources.RMSNORM_TRITON + "\n"
+    assert again.variant == f"torch-stable-abi211-cpu-{toolchain.machine()}-linux"
+    assert other.variant == "torch-cuda"
+
+
+BUILD = """
+import sys
+from autokernel_hf.build import build, load
+from autokernel_hf.records import Candidate
+built = build(Candidate(kernel_type="rmsnorm", backend="cpp", source=open(sys.argv[1]).read()))
+import torch
+y = load(built.path).rmsnorm(torch.ones(2, 4), torch.ones(4), 0.0)
+assert torch.equal(y, torch.ones(2, 4)), y
+print(built.id, built.cached)
+"""
+
+
+def start_build(source: str, folder: Path, cache_folder: Path) -> subprocess.Popen[str]:
+    file = folder / "candidate.cpp"
+    file.write_text(source)
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "AUTOKERNEL_HF_CACHE": str(cache_folder)},
+        start_new_session=True,
+    )
+
+
+def test_processes_that_build_the_same_at_once_all_get_it(tmp_path: Path) -> None:
+    processes = [start_build(sources.RMSNORM_CPP, tmp_path, tmp_path / "cache") for _ in range(3)]
+    results = [p.communicate(timeout=120) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0, 0], results
+    said = [out.split() for out, _ in results]
+    assert len({id_ for id_, _ in said}) == 1
+    assert sorted(was_cached for _, was_cached in said) == ["False", "True", "True"]
+    assert [p.name for p in (tmp_path / "cache" / "builds").iterdir()] == [said[0][0]]
+
+
+def test_a_killed_build_leaves_nothing_that_hinders_the_next(tmp_path: Path) -> None:
+    cache_folder = tmp_path / "cache"
+    process = start_build(sources.RMSNORM_CPP, tmp_path, cache_folder)
+    deadline = time.monotonic() + 60
+    while not list(cache_folder.glob("builds/.*/work/build.ninja")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert list(cache_folder.glob("builds/.*")) and not list(cache_folder.glob("builds/_ak_*"))
+    process = start_build(sources.RMSNORM_CPP, tmp_path, cache_folder)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.split()[1] == "False", err
+
+
+def test_an_unwritable_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(AutokernelError, match="build cache .* cannot be written"):
+        made("rmsnorm", "triton", sources.RMSNORM_TRITON)
+
+
+def test_what_killed_builds_left_is_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path))
+    old, young = tmp_path / "builds" / ".a.12345678", tmp_path / "builds" / ".b.12345678"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    assert not cache.folder_once(tmp_path / "builds" / "c", lambda folder: None)
+    assert not old.exists() and young.exists()
+
+
+# --- the library --------------------------------------------------------------------------------------------------
+
+
+def assert_fit_to_ship(built: Built, libraries: set[str]) -> None:
+    """Loads on old systems, exports its module only, and names nothing of the machine that built it."""
+    library = Path(built.path) / f"{built.id}.abi3.so"
+    checker = kernel_abi_check.ObjectFile(str(library))
+    assert not checker.check_manylinux("manylinux_2_28") and not checker.check_python_abi("3.9")
+    dynamic = subprocess.run(
+        ["readelf", "-dW", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
+    assert libraries <= needed and not any("gomp" in name for name in needed)
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    )
+    assert [line.split()[-1] for line in symbols.stdout.splitlines()] == [f"PyInit_{built.id}"]
+    content = library.read_bytes()
+    for secret in (
+        Path.home(),
+        Path(build.__file__).parent,
+        Path(torch.__file__).parent,
+        cache.cache_root(),
+        "/tmp",
+    ):
+        assert str(secret).encode() not in content, secret
+
+
+def test_library_is_fit_to_ship() -> None:
+    built = made("gated_activation", "cpp", sources.MODERN_LIBRARY_CPP)
+    assert_fit_to_ship(built, {"libtorch_cpu.so"})
+    gate, up = torch.randn(2, 5), torch.randn(2, 5)
+    y = build.load(built.path).gated_activation(gate, up)
+    want = (gate.double().square() + 1).sqrt() + up
+    torch.testing.assert_close(y.double(), want.sort(-1).values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not build.cpu_levels(), reason="one build only on this processor")
+def test_code_of_one_instruction_set_is_shut_off_from_the_others(tmp_path: Path) -> None:
+    candidate = Candidate(kernel_type="gated_activation", backend="cpp", source=sources.MODERN_LIBRARY_CPP)
+    job = build._job(candidate, (), "cpu")
+    native.compile_objects(job, tmp_path)
+    for level, own, foreign in (("v2", "%xmm", "%ymm"), ("v3", "%ymm", "%zmm"), ("v4", "%ymm", "%none")):
+        file = tmp_path / f"{level}.o"
+        symbols = subprocess.run(
+            ["nm", "--extern-only", "--defined-only", file], capture_output=True, text=True
+        ).stdout
+        assert [line.split()[1:] for line in symbols.splitlines()] == [["T", f"ak_gated_activation_{level}"]]
+        code = subprocess.run(["objdump", "-d", file], capture_output=True, text=True).stdout
+        assert own in code and foreign not in code
+
+
+ONE_RUNTIME = """
+import os, sys
+import torch
+from autokernel_hf.build import load
+
+torch.set_num_threads(2)
+a = torch.randn(512, 512)
+a @ a
+torch.nn.functional.gelu(torch.randn(1 << 20))
+before = len(os.listdir("/proc/self/task"))
+module = load(sys.argv[1])
+x, w = torch.randn(4096, 256), torch.rand(256)
+for _ in range(5):
+    module.rmsnorm(x, w, 1e-6)
+    torch.nn.functional.gelu(x)
+maps = open("/proc/self/maps").read()
+runtimes = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libomp" in line or "iomp5" in line}
+print(before, len(os.listdir("/proc/self/task")), len(runtimes))
+"""
+
+
+def test_kernel_shares_torchs_openmp_threads(rmsnorm: ModuleType) -> None:
+    """A second runtime would have a pool of its own: more threads than cores, each waiting actively for its turn."""
+    path = made("rmsnorm", "cpp", sources.RMSNORM_CPP).path
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_RUNTIME, path], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    before, after, runtimes = map(int, done.stdout.split())
+    assert after == before and runtimes == 1
+
+
+HUB = """
+import sys
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+
+module = get_local_kernel(Path(sys.argv[1]))
+y = module.rmsnorm(torch.full((2, 4), 3.0), torch.ones(4), 0.0)
+assert torch.allclose(y, torch.ones(2, 4)), y
+layer = module.layers.RMSNorm
+assert "autokernel_hf" not in sys.modules
+print(module.__name__)
+"""
+
+
+def test_variant_loads_with_the_kernels_library_alone(tmp_path: Path) -> None:
+    built = made("rmsnorm", "cpp", sources.RMSNORM_CPP)
+    folder = tmp_path / "build" / built.variant
+    shutil.copytree(built.path, folder)
+    metadata = {
+        "name": "rmsnorm",
+        "id": built.id,
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", HUB, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [built.id]
+    assert build.load(folder) is build.load(built.path)  # one content, one module, wherever it lies
+
+
+def test_loading_is_idempotent_and_writes_nothing(tmp_path: Path) -> None:
+    built = made("rmsnorm", "triton", sources.RMSNORM_TRITON + "# written by nobody\n")
+    module = build.load(built.path)
+    assert build.load(Path(built.path)) is module and sys.modules[built.id] is module
+    assert not list(Path(built.path).rglob("*.pyc"))
+    with pytest.raises(PackageError, match="has no _ops.py"):
+        build.load(tmp_path)
+
+
+def test_a_variant_that_does_not_load_leaves_no_trace(tmp_path: Path) -> None:
+    built = made("rmsnorm", "cpp", sources.RMSNORM_CPP)
+    folder = tmp_path / "_ak_rmsnorm_cpp_000000000000"
+    shutil.copytree(built.path, folder)
+    with pytest.raises(PackageError, match="does not load"):
+        build.load(folder)
+    assert not [name for name in sys.modules if name.startswith(folder.name)]
+
+
+# --- Triton -------------------------------------------------------------------------------------------------------
+
+INTERPRETED = """
+import sys
+import torch
+from autokernel_hf.build import load
+
+module = load(sys.argv[1])
+x, w = torch.randn(3, 5, 24), torch.rand(24)
+want = torch.nn.functional.rms_norm(x, (24,), 0.5 + w, 1e-5)
+torch.testing.assert_close(module.rmsnorm(x, w, 1e-5, 0.5), want)
+for suffix in ("", "_no_grad"):
+    op = getattr(getattr(torch.ops, module.__name__), "rmsnorm" + suffix).default
+    torch.library.opcheck(op, (x.transpose(0, 1), w, 1e-5))
+compiled = torch.compile(module.rmsnorm, fullgraph=True, backend="aot_eager")
+with torch.no_grad():
+    torch.testing.assert_close(compiled(x, w, 1e-5, 0.5), want)
+y = compiled(x.requires_grad_(), w, 1e-5)
+for y in (y, module.rmsnorm(x, w, 1e-5)):
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        assert "has no backward" in str(error), error
+    else:
+        raise AssertionError("a gradient came out")
+for bad, kind in (((x, w[:3], 1e-5), RuntimeError), ((x.bfloat16(), w, 1e-5), NotImplementedError)):
+    try:
+        module.rmsnorm(*bad)
+    except kind as error:
+        print(error)
+"""
+
+
+def test_triton_candidate_is_an_operator_under_the_interpreter() -> None:
+    built = made("rmsnorm", "triton", sources.RMSNORM_TRITON)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, built.path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weight has shape (3,), which does not fit (N)" in done.stdout
+    assert "bfloat16 is outside of this kernel's domain" in done.stdout
+
+
+def triton_report(source: str, arch: str) -> object:
+    return build.compile_only(Candidate(kernel_type="rmsnorm", backend="triton", source=source), arch)
+
+
+def test_triton_candidate_compiles_without_a_gpu() -> None:
+    report = triton_report(sources.RMSNORM_TRITON, "sm_90")
+    assert report.arch == "sm_90"  # type: ignore[attr-defined]
+    assert 8 <= report.registers <= 255 and report.spill_bytes == 0  # type: ignore[attr-defined]
+    assert 0 < report.shared_bytes < 1024 and "row_kernel: 4 warps" in report.log  # type: ignore[attr-defined]
+    more = triton_report(sources.RMSNORM_TRITON.replace("WARPS = 4", "WARPS = 8"), "sm_80")
+    assert more.shared_bytes == 2 * report.shared_bytes and "8 warps" in more.log  # type: ignore[attr-defined]
+
+
+def test_triton_compile_error_shows_the_candidates_line() -> None:
+    with pytest.raises(CompileError) as caught:
+        triton_report(sources.RMSNORM_TRITON.replace("tl.rsqrt(", "tl.rsquirt("), "sm_90")
+    number = sources.RMSNORM_TRITON[: sources.RMSNORM_TRITON.index("tl.rsqrt(")].count("\n") + 1
+    assert f"kernel.py:{number}: error:" in str(caught.value) and "rsquirt" in str(caught.value)
+    assert f"{number} |     scale = tl.rsquirt(" in str(caught.value)
+
+
+# --- CUDA, compiled but not run -----------------------------------------------------------------------------------
+
+
+@needs_nvcc
+def test_cuda_candidate_is_built_for_the_architectures_asked_for() -> None:
+    archs = ("8.0", "9.0a", "10.0", "9.0+PTX")
+    built = made("rmsnorm", "cuda", sources.RMSNORM_CU, archs=archs)
+    assert built.archs == archs and re.fullmatch(r"torch-stable-abi211-cu\d+-\w+-linux", built.variant)
+    assert 8 <= built.resources.registers <= 255  # type: ignore[operator]
+    assert built.resources.spill_bytes == 0 and built.resources.shared_bytes == 32
+    assert_fit_to_ship(
+        built,
+        {"libtorch_cpu.so", "libtorch_cuda.so", f"libcudart.so.{toolchain.nvcc().version.split('.')[0]}"},
+    )
+    content = (Path(built.path) / f"{built.id}.abi3.so").read_bytes()
+    assert str(toolchain.cuda_home()).encode() not in content
+    default = made("rmsnorm", "cuda", sources.RMSNORM_CU)
+    assert default.archs == build.DEFAULT_CUDA_ARCHS and default.id != built.id
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_cuda_candidate_compiles_without_a_gpu(arch: str) -> None:
+    report = build.compile_only(
+        Candidate(kernel_type="rmsnorm", backend="cuda", source=sources.RMSNORM_CU), arch
+    )
+    assert report.arch == arch and report.shared_bytes == 32 and report.spill_bytes == 0
+    assert report.registers and f"rows: {report.registers} registers" in report.log
+
+
+@needs_nvcc
+def test_cuda_compile_error_shows_the_candidates_line() -> None:
+    source = sources.RMSNORM_CU.replace("float s = 0;", "floot s = 0;")
+    number = source[: source.index("floot")].count("\n") + 1
+    with pytest.raises(CompileError, match=rf"kernel.cu:{number}: error: identifier \"floot\" is undefined"):
+        made("rmsnorm", "cuda", source)
+    with pytest.raises(CompileError, match="uses too much shared data"):
+        made("rmsnorm", "cuda", sources.RMSNORM_CU.replace("part[kThreads / 32]", "part[kThreads * 400]"))
+    with pytest.raises(CandidateError, match="another signature than the schema"):
+        made(
+            "rmsnorm",
+            "cuda",
+            sources.RMSNORM_CU.replace(
+                "eps, double offset, const AkTensor *out", "eps, float offset, const AkTensor *out"
+            ),
+        )
+
+
+def test_cpp_candidate_is_compiled_for_one_instruction_set() -> None:
+    candidate = Candidate(kernel_type="rmsnorm", backend="cpp", source=sources.RMSNORM_CPP)
+    level = (build.cpu_levels() or ("",))[-1]
+    if level:
+        assert build.compile_only(candidate, level).arch == level
+    with pytest.raises(UsageError, match="cannot be compiled for 'sm_90'"):
+        build.compile_only(candidate, "sm_90")
+    with pytest.raises(UsageError, match="'9.0' is not a CUDA architecture"):
+        build.compile_only(
+            Candidate(kernel_type="rmsnorm", backend="triton", source=sources.RMSNORM_TRITON), "9.0"
+        )
+
+
+# --- CUDA, run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cuda_rmsnorm() -> ModuleType:
+    return build.load(made("rmsnorm", "cuda", sources.RMSNORM_CU, device="cuda").path)
+
+
+@pytest.mark.gpu
+def test_cuda_kernel_is_right_on_the_gpu(cuda_rmsnorm: ModuleType) -> None:
+    weight = torch.rand(512, device="cuda")
+    for x in (
+        torch.randn(6, 5, 512, device="cuda"),
+        torch.randn(5, 6, 512, device="cuda").transpose(0, 1),
+        torch.randn(6, 1024, device="cuda")[:, ::2],
+    ):
+        y = cuda_rmsnorm.rmsnorm(x, weight, 1e-5, 0.5)
+        torch.testing.assert_close(y, expected_rmsnorm(x, weight, 1e-5, 0.5), rtol=1e-5, atol=1e-5)
+        assert y.is_contiguous()
+    assert cuda_rmsnorm.rmsnorm(torch.randn(0, 512, device="cuda"), weight, 1e-5).shape == (0, 512)
+    torch.library.opcheck(
+        operator(cuda_rmsnorm, "rmsnorm"), (torch.randn(3, 512, device="cuda"), weight, 1e-5)
+    )
+
+
+@pytest.mark.gpu
+def test_cuda_errors_are_told_in_cudas_words(cuda_rmsnorm: ModuleType) -> None:
+    x, weight = torch.randn(3, 8, device="cuda"), torch.rand(8, device="cuda")
+    with pytest.raises(RuntimeError, match="CUDA error: invalid (configuration argument|argument)"):
+        cuda_rmsnorm.rmsnorm(x, weight, -1.0)
+    with pytest.raises(RuntimeError, match="weight is on another device"):
+        cuda_rmsnorm.rmsnorm(x, weight.cpu(), 1e-6)
+    with pytest.raises(NotImplementedError):
+        cuda_rmsnorm.rmsnorm(x.cpu(), weight.cpu(), 1e-6)
+    torch.testing.assert_close(
+        cuda_rmsnorm.rmsnorm(x, weight, 1e-6), expected_rmsnorm(x, weight, 1e-6), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.gpu
+def test_cuda_kernel_runs_on_the_current_stream_and_in_a_graph(cuda_rmsnorm: ModuleType) -> None:
+    x, weight = torch.randn(64, 512, device="cuda"), torch.rand(512, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # some 100 ms during which x still holds its old values
+        x.fill_(2.0)
+        y = cuda_rmsnorm.rmsnorm(x, weight, 0.0)
+    side.synchronize()
+    torch.testing.assert_close(y, weight.expand(64, 512), rtol=1e-5, atol=1e-5)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = cuda_rmsnorm.rmsnorm(x, weight, 1e-6)
+    x.copy_(torch.randn(64, 512, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(y, expected_rmsnorm(x, weight, 1e-6), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_cuda_kernel_compiles_whole(cuda_rmsnorm: ModuleType) -> None:
+    x, weight = torch.randn(64, 512, device="cuda"), torch.rand(512, device="cuda")
+    compiled = torch.compile(lambda x, w: cuda_rmsnorm.rmsnorm(x.sin(), w, 1e-6) * 2, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(x, weight), expected_rmsnorm(x.sin(), weight, 1e-6) * 2, rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.gpu
+def test_triton_kernel_runs_on_the_gpu() -> None:
+    module = build.load(made("rmsnorm", "triton", sources.RMSNORM_TRITON).path)
+    x, weight = torch.randn(64, 500, device="cuda"), torch.rand(500, device="cuda")
+    torch.testing.assert_close(
+        module.rmsnorm(x, weight, 1e-6), expected_rmsnorm(x, weight, 1e-6), rtol=1e-5, atol=1e-5
+    )
+    compiled = torch.compile(module.rmsnorm, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(x, weight, 1e-6), expected_rmsnorm(x, weight, 1e-6), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.gpu
+def test_gpu_without_named_architectures_gets_its_own(cuda_rmsnorm: ModuleType) -> None:
+    built = made("rmsnorm", "cuda", sources.RMSNORM_CU, device="cuda")
+    major, minor = torch.cuda.get_device_capability()
+    assert built.archs == (f"{major}.{minor}{'a' if major >= 9 else ''}",)
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_the_device_of_their_arguments(cuda_rmsnorm: ModuleType) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    triton_module = build.load(made("rmsnorm", "triton", sources.RMSNORM_TRITON).path)
+    x, weight = torch.randn(4, 64, device="cuda:1"), torch.rand(64, device="cuda:1")
+    for module in (cuda_rmsnorm, triton_module):
+        y = module.rmsnorm(x, weight, 1e-6)
+        assert y.device == x.device and torch.cuda.current_device() == 0
+        torch.testing.assert_close(y, expected_rmsnorm(x, weight, 1e-6), rtol=1e-5, atol=1e-5)
