@@ -58,8 +58,6 @@ def short_kernel(
     residual = tl.load(
         residual_ptr + row[:, None] * residual_row + column[None, :] * residual_column, mask=mask, other=0.0
     )
-    weight = parameter(weight_ptr, column, weight_column, column < N, offset, 1.0)
-    bias = parameter(bias_ptr, column, bias_column, column < N, 0.0, 0.0)
     rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
     target = row[:, None] * N + column[None, :]
     tl.store(sum_ptr + target, rounded, mask=mask)
@@ -68,6 +66,9 @@ def short_kernel(
         mean = tl.sum(centred, axis=1) / N
         centred = tl.where(mask, centred - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / N + eps)
+    # Loaded only now: beside both inputs, the largest tiles would need more registers than there are.
+    weight = parameter(weight_ptr, column, weight_column, column < N, offset, 1.0)
+    bias = parameter(bias_ptr, column, bias_column, column < N, 0.0, 0.0)
     y = centred * scale[:, None] * weight[None, :] + bias[None, :]
     tl.store(out_ptr + target, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -81,6 +82,7 @@ def long_kernel(
     out_ptr,
     sum_ptr,
     N,
+    chunks,
     x_row,
     x_column,
     residual_row,
@@ -97,34 +99,39 @@ def long_kernel(
     lane = tl.arange(0, BLOCK)
     mean = 0.0
     squares = 0.0
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        mask = column < N
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=mask, other=0.0)
-        residual = tl.load(residual_ptr + row * residual_row + column * residual_column, mask=mask, other=0.0)
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(x_ptr + row * x_row + first * x_column + lane * x_column, mask=mask, other=0.0)
+        residual = tl.load(
+            residual_ptr + row * residual_row + first * residual_column + lane * residual_column,
+            mask=mask,
+            other=0.0,
+        )
         rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * N + column, rounded, mask=mask)
+        tl.store(sum_ptr + row * N + first + lane, rounded, mask=mask)
         s = rounded.to(tl.float32)
         if LAYER:
-            size = tl.minimum(N - start, BLOCK)
             chunk_mean = tl.sum(s, axis=0) / size
             deviation = tl.where(mask, s - chunk_mean, 0.0)
             delta = chunk_mean - mean
-            share = size / (start + size)
+            share = size / (first + size)
             mean += delta * share
-            squares += tl.sum(deviation * deviation, axis=0) + delta * delta * start * share
+            squares += tl.sum(deviation * deviation, axis=0) + delta * delta * first * share
         else:
             squares += tl.sum(s * s, axis=0)
     scale = tl.rsqrt(squares / N + eps)
     tl.debug_barrier()  # the sums are read back, maybe by other threads than wrote them
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        mask = column < N
-        s = tl.load(sum_ptr + row * N + column, mask=mask, other=0.0).to(tl.float32)
-        weight = parameter(weight_ptr, column, weight_column, mask, offset, 1.0)
-        bias = parameter(bias_ptr, column, bias_column, mask, 0.0, 0.0)
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        s = tl.load(sum_ptr + row * N + first + lane, mask=mask, other=0.0).to(tl.float32)
+        weight = parameter(weight_ptr, first + lane, weight_column, mask, offset, 1.0)
+        bias = parameter(bias_ptr, first + lane, bias_column, mask, 0.0, 0.0)
         y = (s - mean) * scale * weight + bias
-        tl.store(out_ptr + row * N + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * N + first + lane, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def row_stride(x):
@@ -179,7 +186,19 @@ def kernel_fn(x, residual, weight, bias, eps, offset=0.0, kind="rms"):
     )
     if N > LONGEST:
         warps = min(16, max(1, CHUNK // (32 * PER_THREAD)))
-        long_kernel[(M,)](x, residual, weight, bias, out, total, N, *arguments, BLOCK=CHUNK, num_warps=warps)
+        long_kernel[(M,)](
+            x,
+            residual,
+            weight,
+            bias,
+            out,
+            total,
+            N,
+            triton.cdiv(N, CHUNK),
+            *arguments,
+            BLOCK=CHUNK,
+            num_warps=warps,
+        )
         return out, total
     block = triton.next_power_of_2(N)
     rows = max(1, TILE // block)

@@ -67,6 +67,7 @@ def long_kernel(
     bias_ptr,
     out_ptr,
     N,
+    chunks,
     x_row,
     x_column,
     weight_column,
@@ -79,26 +80,31 @@ def long_kernel(
     lane = tl.arange(0, BLOCK)
     mean = 0.0
     squares = 0.0
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        mask = column < N
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=mask, other=0.0).to(tl.float32)
-        size = tl.minimum(N - start, BLOCK)
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(x_ptr + row * x_row + first * x_column + lane * x_column, mask=mask, other=0.0).to(
+            tl.float32
+        )
         chunk_mean = tl.sum(x, axis=0) / size
         deviation = tl.where(mask, x - chunk_mean, 0.0)
         delta = chunk_mean - mean
-        share = size / (start + size)
+        share = size / (first + size)
         mean += delta * share
-        squares += tl.sum(deviation * deviation, axis=0) + delta * delta * start * share
+        squares += tl.sum(deviation * deviation, axis=0) + delta * delta * first * share
     scale = tl.rsqrt(squares / N + eps)
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        mask = column < N
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=mask, other=0.0).to(tl.float32)
-        weight = parameter(weight_ptr, column, weight_column, mask, 1.0)
-        bias = parameter(bias_ptr, column, bias_column, mask, 0.0)
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(x_ptr + row * x_row + first * x_column + lane * x_column, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        weight = parameter(weight_ptr, first + lane, weight_column, mask, 1.0)
+        bias = parameter(bias_ptr, first + lane, bias_column, mask, 0.0)
         y = (x - mean) * scale * weight + bias
-        tl.store(out_ptr + row * N + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * N + first + lane, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def row_stride(x):
@@ -139,7 +145,9 @@ def kernel_fn(x, weight, bias, eps):
     arguments = (x_row, x.stride(-1), weight_column, bias_column, eps)
     if N > LONGEST:
         warps = min(16, max(1, CHUNK // (32 * PER_THREAD)))
-        long_kernel[(M,)](x, weight, bias, out, N, *arguments, BLOCK=CHUNK, num_warps=warps)
+        long_kernel[(M,)](
+            x, weight, bias, out, N, triton.cdiv(N, CHUNK), *arguments, BLOCK=CHUNK, num_warps=warps
+        )
         return out
     block = triton.next_power_of_2(N)
     rows = max(1, TILE // block)

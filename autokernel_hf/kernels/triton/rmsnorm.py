@@ -45,23 +45,37 @@ def short_kernel(
 
 @triton.jit
 def long_kernel(
-    x_ptr, weight_ptr, out_ptr, N, x_row, x_column, weight_column, eps, offset, BLOCK: tl.constexpr
+    x_ptr, weight_ptr, out_ptr, N, chunks, x_row, x_column, weight_column, eps, offset, BLOCK: tl.constexpr
 ):
     """One row of any length, in chunks of BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     squares = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=column < N, other=0.0).to(tl.float32)
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(x_ptr + row * x_row + first * x_column + lane * x_column, mask=mask, other=0.0).to(
+            tl.float32
+        )
         squares += x * x
     scale = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        mask = column < N
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + column * weight_column, mask=mask, other=0.0).to(tl.float32) + offset
-        tl.store(out_ptr + row * N + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(x_ptr + row * x_row + first * x_column + lane * x_column, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        weight = (
+            tl.load(weight_ptr + first * weight_column + lane * weight_column, mask=mask, other=0.0).to(
+                tl.float32
+            )
+            + offset
+        )
+        tl.store(
+            out_ptr + row * N + first + lane, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask
+        )
 
 
 def row_stride(x):
@@ -99,7 +113,7 @@ def kernel_fn(x, weight, eps, offset=0.0):
     arguments = (x_row, x.stride(-1), weight.stride(0), eps, offset)
     if N > LONGEST:
         warps = min(16, max(1, CHUNK // (32 * PER_THREAD)))
-        long_kernel[(M,)](x, weight, out, N, *arguments, BLOCK=CHUNK, num_warps=warps)
+        long_kernel[(M,)](x, weight, out, N, triton.cdiv(N, CHUNK), *arguments, BLOCK=CHUNK, num_warps=warps)
         return out
     block = triton.next_power_of_2(N)
     rows = max(1, TILE // block)

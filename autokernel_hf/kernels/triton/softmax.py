@@ -42,15 +42,21 @@ def short_kernel(x_ptr, out_ptr, M, N, x_row, x_column, ROWS: tl.constexpr, BLOC
 
 
 @triton.jit
-def long_kernel(x_ptr, out_ptr, N, x_row, x_column, BLOCK: tl.constexpr):
+def long_kernel(x_ptr, out_ptr, N, chunks, x_row, x_column, BLOCK: tl.constexpr):
     """One row of any length, in chunks of BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     maximum = float("-inf")
     sums = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=column < N, other=float("-inf"))
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(
+            x_ptr + row * x_row + first * x_column + lane * x_column,
+            mask=mask,
+            other=float("-inf"),
+        )
         x = x.to(tl.float32)
         grown = tl.maximum(maximum, tl.max(x, axis=0))
         base = finite_maximum(grown)
@@ -58,12 +64,13 @@ def long_kernel(x_ptr, out_ptr, N, x_row, x_column, BLOCK: tl.constexpr):
         maximum = grown
     base = finite_maximum(maximum)
     total = tl.sum(sums, axis=0)
-    for start in range(0, N, BLOCK):
-        column = (start + lane).to(tl.int64)
-        mask = column < N
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=mask, other=float("-inf"))
+    for chunk in range(chunks):
+        first = tl.cast(chunk, tl.int64) * BLOCK
+        size = tl.minimum(N - first, BLOCK).to(tl.int32)
+        mask = lane < size
+        x = tl.load(x_ptr + row * x_row + first * x_column + lane * x_column, mask=mask, other=float("-inf"))
         y = tl.exp(x.to(tl.float32) - base) / total
-        tl.store(out_ptr + row * N + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * N + first + lane, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -71,6 +78,7 @@ def across_kernel(
     x_ptr,
     out_ptr,
     N,
+    steps,
     inner,
     blocks,
     x_outer,
@@ -90,8 +98,8 @@ def across_kernel(
     lane = tl.arange(0, ALONG)
     maximum = tl.full([ACROSS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ACROSS], dtype=tl.float32)
-    for start in range(0, N, ALONG):
-        k = (start + lane).to(tl.int64)
+    for step in range(steps):
+        k = tl.cast(step, tl.int64) * ALONG + lane
         mask = (k < N)[:, None] & (i < inner)[None, :]
         x = tl.load(x_ptr + k[:, None] * x_dim + i[None, :] * x_inner, mask=mask, other=float("-inf"))
         x = x.to(tl.float32)
@@ -100,8 +108,8 @@ def across_kernel(
         total = total * tl.exp(maximum - base) + tl.sum(tl.exp(x - base[None, :]), axis=0)
         maximum = grown
     base = finite_maximum(maximum)
-    for start in range(0, N, ALONG):
-        k = (start + lane).to(tl.int64)
+    for step in range(steps):
+        k = tl.cast(step, tl.int64) * ALONG + lane
         mask = (k < N)[:, None] & (i < inner)[None, :]
         x = tl.load(x_ptr + k[:, None] * x_dim + i[None, :] * x_inner, mask=mask, other=float("-inf"))
         y = tl.exp(x.to(tl.float32) - base[None, :]) / total[None, :]
@@ -153,6 +161,7 @@ def kernel_fn(x, dim=-1):
             x,
             out,
             N,
+            triton.cdiv(N, ALONG),
             width,
             blocks,
             x_outer,
@@ -168,7 +177,7 @@ def kernel_fn(x, dim=-1):
         return out
     if N > LONGEST:
         warps = min(16, max(1, CHUNK // (32 * PER_THREAD)))
-        long_kernel[(groups,)](x, out, N, x_outer, x_dim, BLOCK=CHUNK, num_warps=warps)
+        long_kernel[(groups,)](x, out, N, triton.cdiv(N, CHUNK), x_outer, x_dim, BLOCK=CHUNK, num_warps=warps)
         return out
     block = triton.next_power_of_2(N)
     rows = max(1, TILE // block)
