@@ -105,7 +105,6 @@ inline float __fdividef(float a, float b) {
 }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline float exp2f_(float x) { return exp2f(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -490,6 +489,12 @@ void ldmatrix(uint32_t *registers, uint32_t address) {
   }
   // Its reads are done when it returns: a lane must not run on and overwrite the rows of a slower one.
   warp_barrier(Op::ldmatrix);
+}
+
+// ex2.approx.ftz.f32
+inline float exp2_flushed(float x) {
+  const float y = exp2f(x);
+  return fabsf(y) < 0x1p-126f ? 0.0f : y;
 }
 
 inline void finish(Copy &copy) {

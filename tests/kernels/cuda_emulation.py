@@ -240,6 +240,8 @@ def _ptx(match: re.Match[str]) -> str:
         return (
             f"{{ uint32_t emu_r[{n}]; emu::ldmatrix<{n}, {transposed}>(emu_r, {operands[-1]}); {out}; }}"
         )
+    if re.fullmatch(r"ex2\.approx\.ftz\.f32 %0, %1;", code.strip()):
+        return f"{operands[0]} = emu::exp2_flushed({operands[1]});"
     raise ValueError(f"PTX that the emulation does not know: {code}")
 
 
