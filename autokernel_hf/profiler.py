@@ -7,7 +7,8 @@ outputs of the instrumented model must equal the plain model's; a type for which
 **What is measured.** `total_ms` is the wall time of a plain pass. A site's time is the time between two marks around
 the reference: on a CPU by the clock, on a GPU by events on the stream. In a pass that keeps the GPU busy, events
 measure device time; in a pass that waits for launches, they measure how long the launches of the site take. Either way
-it is the time that the pass would be shorter by if the site took none, which is what a share has to tell. Each round
+it is the time that the pass would be shorter by if the site took none, which is what a share has to tell; where the
+pass would begin to wait for launches only without the site, it is the most that there is to save. Each round
 measures a plain pass and the instrumented ones back to back; shares are medians over the rounds' own ratios, so that
 drift of the machine cancels. Signatures are recorded in a pass of their own: a timed pass records two marks a call and
 nothing else, and the cost of an empty pair is subtracted.
@@ -111,43 +112,63 @@ def profile(
 
 
 class Clock(Protocol):
-    """Marks points in a device's work, and tells the time between two of them once the work is done."""
+    """Times a device's work: whole passes, and points within them."""
+
+    def pass_ms(self, run: Callable[[], Any]) -> float:
+        """Wall time of a pass, from an idle device to an idle device."""
+        ...
 
     def mark(self) -> Any: ...
+    def join(self) -> None:
+        """Wait until all work before is done; times between marks can be read then."""
+        ...
+
     def between(self, begin: Any, end: Any) -> float:
         """Milliseconds."""
         ...
 
-    def join(self) -> None:
-        """Wait until all work before is done."""
-        ...
-
 
 class CpuClock:
+    def pass_ms(self, run: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e3
+
     def mark(self) -> int:
         return time.perf_counter_ns()
 
-    def between(self, begin: int, end: int) -> float:
-        return (end - begin) / 1e6
-
     def join(self) -> None:
         pass
+
+    def between(self, begin: int, end: int) -> float:
+        return (end - begin) / 1e6
 
 
 class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def pass_ms(self, run: Callable[[], Any]) -> float:
+        self.join()
+        begin = time.perf_counter()
+        run()
+        self.join()
+        return (time.perf_counter() - begin) * 1e3
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def join(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(begin.elapsed_time(end))
 
-    def join(self) -> None:
-        torch.cuda.synchronize(self._device)
+
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 def overhead_ms(clock: Clock, pairs: int = 200) -> float:
@@ -272,7 +293,7 @@ class _Session:
 
     def __init__(self, loaded: LoadedModel, sites: Sequence[Site]) -> None:
         self._loaded = loaded
-        self._clock: Clock = CudaClock(loaded.device) if loaded.device.type == "cuda" else CpuClock()
+        self._clock = clock_of(loaded.device)
         self._expected = floating_tensors(loaded.run())
         base = _without_overlap([site for site in sites if site.kernel_type not in ENCLOSING])
         instrument, problem = self._instrument(base)
@@ -354,7 +375,7 @@ class _Session:
         overhead = overhead_ms(self._clock)
         passes: list[float] = []
         rounds: list[dict[str, list[float]]] = []
-        cost_s = self._plain_ms() * (len(instruments) + 1) / 1e3
+        cost_s = self._clock.pass_ms(self._run) * (len(instruments) + 1) / 1e3
         count = max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET_S / max(cost_s, 1e-6))))
         order = random.Random(0)
         with _no_garbage_collection():
@@ -364,7 +385,7 @@ class _Session:
                 times: dict[str, list[float]] = {}
                 for job in jobs:
                     if job is None:
-                        passes.append(self._plain_ms())
+                        passes.append(self._clock.pass_ms(self._run))
                     else:
                         times |= job.timed(self._run, self._clock, overhead)
                 rounds.append({key: [ms / passes[-1] for ms in calls] for key, calls in times.items()})
@@ -378,13 +399,6 @@ class _Session:
                 key: keys & recorders.keys() for key, keys in self._enclosed.items() if key in recorders
             },
         )
-
-    def _plain_ms(self) -> float:
-        self._clock.join()
-        begin = time.perf_counter()
-        self._run()
-        self._clock.join()
-        return (time.perf_counter() - begin) * 1e3
 
     def write_trace(self, path: Path) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -33,7 +33,7 @@ from autokernel_hf.build import load
 from autokernel_hf.errors import JudgeError, ModelError, PackageError, UsageError
 from autokernel_hf.judge.statistics import bootstrap_median
 from autokernel_hf.models import Inputs, LoadedModel, run_pass
-from autokernel_hf.models.outputs import deviation, floating_tensors
+from autokernel_hf.models.outputs import deviation, floating_tensors, slices
 from autokernel_hf.patch import Patch, rebound
 from autokernel_hf.records import (
     Interval,
@@ -380,10 +380,7 @@ class _Bench:
         output = floating_tensors(self.run_plain(self._loaded.inputs))
         return _Fingerprint(
             forwards={name: vars(module).get("forward") for name, module in self._plain.named_modules()},
-            sums={
-                name: (float(t.double().nan_to_num().sum()), float(t.double().nan_to_num().abs().sum()))
-                for name, t in output.items()
-            },
+            sums={name: _sums(tensor) for name, tensor in output.items()},
         )
 
     def changed_since(self, before: _Fingerprint) -> str:
@@ -414,6 +411,15 @@ class _Fingerprint:
 
     forwards: dict[str, Any]
     sums: dict[str, tuple[float, float]]
+
+
+def _sums(tensor: Tensor) -> tuple[float, float]:
+    """The sum of a tensor's finite elements, and of their sizes."""
+    total = size = 0.0
+    for part in slices(tensor):
+        finite = torch.where(torch.isfinite(part), part, 0).double()
+        total, size = total + float(finite.sum()), size + float(finite.abs().sum())
+    return total, size
 
 
 def _layers_of(kernel: StagedKernel) -> ModuleType:
