@@ -2,6 +2,36 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import torch
+
+from autokernel_hf import build
+from autokernel_hf.records import Backend, Built, Candidate
+
+
+def made(
+    kernel_type: str, backend: Backend, source: str, *, archs: tuple[str, ...] = (), device: str = "cpu"
+) -> Built:
+    candidate = Candidate(kernel_type=kernel_type, backend=backend, source=source)
+    return build.build(candidate, archs=archs, device=device)
+
+
+def loaded(kernel_type: str, source: str) -> ModuleType:
+    return build.load(made(kernel_type, "cpp", source).path)
+
+
+def operator(module: ModuleType, name: str) -> torch._ops.OpOverload:
+    return getattr(getattr(torch.ops, module.__name__), name).default
+
+
+def expected_rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    wide = x.double()
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight.double())).to(
+        x.dtype
+    )
+
+
 RMSNORM_CPP = """\
 // kernel_type: rmsnorm
 // supports: dtype=float32
