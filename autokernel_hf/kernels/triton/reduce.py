@@ -98,7 +98,7 @@ def reduce_kernel(
 def merged(sizes, strides):
     """Size and stride of several dimensions seen as one, or None where their strides do not allow it."""
     size, stride = 1, 0
-    for n, s in zip(reversed(sizes), reversed(strides)):
+    for n, s in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
             continue
         if size > 1 and s != stride * size:

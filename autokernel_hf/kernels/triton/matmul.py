@@ -1,0 +1,235 @@
+"""Matrix product with scales, bias, activation and residual in its epilogue.
+
+Programs walk over the tiles of the output in groups of rows, so that those that run together share their operands in
+cache. Sums are in float32, also of float8 products, which the tensor cores add up in fewer bits only within a block.
+"""
+
+KERNEL_TYPE = "matmul"
+BACKEND = "triton"
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = 128  # tune(block): 64, 128, 256
+BLOCK_N = 128  # tune(block): 64, 128, 256
+BLOCK_K = 64  # tune(memory): 32, 64, 128
+THIN_N = 32  # tune(block): 16, 32, 64, 128
+GROUP = 8  # tune(memory): 1, 4, 8, 16
+WARPS = 8  # tune(launch): 4, 8
+STAGES = 4  # tune(memory): 2, 3, 4, 5
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+KINDS = ("none", "gelu", "gelu_tanh", "gelu_new", "quick_gelu", "silu", "relu", "relu2")
+
+
+@triton.jit
+def act(x, KIND: tl.constexpr):
+    """The activation of a float32 tile. Smooth kinds give NaN at -inf, as torch's do."""
+    y = x
+    if KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh" or KIND == "gelu_new":
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2u.
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == "quick_gelu":
+        y = x / (1.0 + tl.exp(-1.702 * x))
+    elif KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "relu":
+        y = tl.where(x <= 0.0, 0.0, x)
+    elif KIND == "relu2":
+        y = tl.where(x <= 0.0, 0.0, x)
+        y = y * y
+    return y
+
+
+@triton.jit
+def float8(bits, NATIVE: tl.constexpr):
+    """float8_e4m3fn from its bits; where the hardware has no such type, exactly as float16."""
+    if NATIVE:
+        x = bits.to(tl.float8e4nv, bitcast=True)
+    else:
+        wide = bits.to(tl.int16)
+        # Sign and magnitude in float16's places give the number divided by 2^8: the exponents' biases are 7 and 15.
+        placed = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        x = placed.to(tl.float16, bitcast=True) * 256.0
+        x = tl.where((wide & 0x7F) == 0x7F, float("nan"), x).to(tl.float16)
+    return x
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    residual_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    a_batch,
+    a_row,
+    a_k,
+    b_batch,
+    b_k,
+    b_column,
+    bias_step,
+    residual_batch,
+    residual_row,
+    residual_column,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE_A: tl.constexpr,
+    HAS_SCALE_B: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LONG: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    batch = (program // (rows * columns)).to(tl.int64)
+    program = program % (rows * columns)
+    group = program // (GROUP * columns)
+    first_row = group * GROUP
+    height = tl.minimum(rows - first_row, GROUP)
+    row = first_row + (program % (GROUP * columns)) % height
+    column = (program % (GROUP * columns)) // height
+
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows and columns past the edge read others again, and are not stored.
+    m_read, n_read = m % M, n % N
+    k_step = tl.full((), BLOCK_K, tl.int32)
+    if LONG:
+        m_read, n_read, k, k_step = (
+            m_read.to(tl.int64),
+            n_read.to(tl.int64),
+            k.to(tl.int64),
+            k_step.to(tl.int64),
+        )
+    a_tile = a_ptr + batch * a_batch + m_read[:, None] * a_row + k[None, :] * a_k
+    b_tile = b_ptr + batch * b_batch + k[:, None] * b_k + n_read[None, :] * b_column
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a, b = tl.load(a_tile), tl.load(b_tile)
+        else:
+            a = tl.load(a_tile, mask=(k < K - start)[None, :], other=0)
+            b = tl.load(b_tile, mask=(k < K - start)[:, None], other=0)
+        if FLOAT8:
+            # The tensor cores keep float8 sums in about 14 bits: leave them after each block.
+            acc = tl.dot(float8(a, NATIVE), float8(b, NATIVE), acc, max_num_imprecise_acc=BLOCK_K)
+        else:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_tile += k_step * a_k
+        b_tile += k_step * b_k
+
+    if HAS_SCALE_A:
+        acc *= tl.load(scale_a_ptr).to(tl.float32)
+    if HAS_SCALE_B:
+        acc *= tl.load(scale_b_ptr).to(tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n * bias_step, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    acc = act(acc, KIND)
+    kept = (m < M)[:, None] & (n < N)[None, :]
+    if LONG:
+        m, n = m.to(tl.int64), n.to(tl.int64)
+    if HAS_RESIDUAL:
+        residual = (
+            residual_ptr + batch * residual_batch + m[:, None] * residual_row + n[None, :] * residual_column
+        )
+        acc += tl.load(residual, mask=kept, other=0.0).to(tl.float32)
+    out = out_ptr + batch * M * N + m[:, None] * N + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+def batched(x):
+    """Three strides; a matrix without a batch does not move with it."""
+    return x.stride() if x.dim() == 3 else (0, *x.stride())
+
+
+def reach(x):
+    """The farthest element of a matrix, from its first."""
+    return (x.shape[-2] - 1) * x.stride(-2) + (x.shape[-1] - 1) * x.stride(-1)
+
+
+def has_float8():
+    """Whether the tensor cores of the present GPU take float8_e4m3fn."""
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 89
+
+
+def blocks(M, N, itemsize):
+    """Tile, warps and stages: a thin product has its programs along N, wider elements have a shorter K."""
+    # float32 has no tensor cores without rounding: its operands stand in registers.
+    block_m, block_n, warps = (BLOCK_M, BLOCK_N, WARPS) if itemsize < 4 else (64, 64, 4)
+    block_k = max(BLOCK_K * 2 // itemsize, 32) if itemsize < 4 else 16
+    if M <= 32:
+        block_m, block_n, block_k, warps = 16 if M <= 16 else 32, THIN_N, block_k * 2, 4
+    elif M <= 64:
+        block_m, warps = 64, 4
+    block_n = min(block_n, max(16, triton.next_power_of_2(N)))
+    return block_m, block_n, block_k, warps
+
+
+def kernel_fn(a, b, bias=None, residual=None, activation="none", scale_a=None, scale_b=None):
+    if a.dtype not in DTYPES or b.dtype != a.dtype or activation not in KINDS:
+        raise NotImplementedError(f"product of {a.dtype} and {b.dtype} with {activation}")
+    lead, (M, K), N = a.shape[:-2], a.shape[-2:], b.shape[-1]
+    if b.shape[-2] != K or b.shape[:-2] not in (lead, ()) or len(lead) > 1:
+        raise ValueError(f"product of {a.shape} and {b.shape}")
+    is_float8 = a.dtype == torch.float8_e4m3fn
+    out = torch.empty((*lead, M, N), dtype=torch.bfloat16 if is_float8 else a.dtype, device=a.device)
+    if bias is not None and bias.shape != (N,):
+        raise ValueError(f"bias of {bias.shape} for {N} columns")
+    if residual is not None and residual.shape != out.shape:
+        raise ValueError(f"residual of {residual.shape} for {out.shape}")
+    if out.numel() == 0:
+        return out
+    B = lead[0] if lead else 1
+    block_m, block_n, block_k, warps = blocks(M, N, a.element_size())
+    added = out if residual is None else residual
+    matmul_kernel[(B * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+        a.view(torch.uint8) if is_float8 else a,
+        b.view(torch.uint8) if is_float8 else b,
+        out if bias is None else bias,
+        added,
+        out if scale_a is None else scale_a,
+        out if scale_b is None else scale_b,
+        out,
+        M,
+        N,
+        K,
+        *batched(a),
+        *batched(b),
+        1 if bias is None else bias.stride(0),
+        *batched(added),
+        KIND=activation,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_SCALE_A=scale_a is not None,
+        HAS_SCALE_B=scale_b is not None,
+        FLOAT8=is_float8,
+        NATIVE=is_float8 and has_float8(),
+        # A tile reads up to BLOCK_K past the last element of a row before it is masked.
+        LONG=max(reach(a), reach(b), reach(added), M * N) + 2 * block_k * max(a.stride(-1), b.stride(-2))
+        >= 2**31,
+        EVEN_K=K % block_k == 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=GROUP,
+        num_warps=warps,
+        num_stages=STAGES,
+    )
+    return out
