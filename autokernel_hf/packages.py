@@ -424,7 +424,10 @@ def _local_needles() -> list[tuple[str, re.Pattern[bytes]]]:
         os.environ[v] for v in ("HF_HOME", "AUTOKERNEL_HF_CACHE", "XDG_CACHE_HOME") if os.environ.get(v)
     }
     needles = [
-        (f"the local path {folder}", re.compile(rb"(?<![\w.-])" + re.escape(folder.encode()) + rb"(?=[/\\\"'\s:\0]|$)"))
+        (
+            f"the local path {folder}",
+            re.compile(rb"(?<![\w.-])" + re.escape(folder.encode()) + rb"(?=[/\\\"'\s:\0]|$)"),
+        )
         for folder in sorted(folders)
         # A shared system folder tells nothing about its owner.
         if len(Path(folder).parts) > 1 and folder not in ("/usr", "/usr/local", "/opt", "/tmp")
