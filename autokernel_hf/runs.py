@@ -121,7 +121,7 @@ class Run:
     """An open run folder. Create one with `Run.create`, open one with `Run.open`; both lock it against a second process."""
 
     def __init__(self, path: Path, settings: RunSettings) -> None:
-        self.path = path
+        self.path = path.resolve()
         self.settings = settings
         self._lock: int | None = None
 

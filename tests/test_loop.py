@@ -175,6 +175,15 @@ def test_a_damaged_ledger_is_refused_not_ignored(run: Run) -> None:
         run.events()
 
 
+def test_a_relative_folder_works_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Run.create(Path("runs"), "model", settings()) as made:
+        monkeypatch.chdir("/")
+        made.add_target(target(), [starter()])
+        assert made.path.parent == tmp_path / "runs"
+        assert [t.name for t in made.targets()] == ["rmsnorm"]
+
+
 def test_two_processes_exclude_each_other(run: Run) -> None:
     with pytest.raises(RunError, match="Another process"):
         Run.open(run.path)
