@@ -434,12 +434,21 @@ inline void full(unsigned mask) {
   if (mask != 0xffffffffu) fail(cudaErrorInvalidValue, "a warp operation with mask %#x", mask);
 }
 
+// Every 16-bit pattern as a number: a conversion in software would take most of an emulated product's time.
 template <typename T>
-float from_bits(uint16_t bits) {
-  T value;
-  memcpy(&value, &bits, 2);
-  if constexpr (std::is_same_v<T, __half>) return __half2float(value);
-  else return __bfloat162float(value);
+const float *numbers() {
+  static float *table = nullptr;
+  if (table == nullptr) {
+    table = new float[65536];
+    for (int i = 0; i < 65536; i++) {
+      const uint16_t bits = (uint16_t)i;
+      T value;
+      memcpy(&value, &bits, 2);
+      if constexpr (std::is_same_v<T, __half>) table[i] = __half2float(value);
+      else table[i] = __bfloat162float(value);
+    }
+  }
+  return table;
 }
 
 // mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32, fragments as in the PTX manual: with g = lane / 4 and t = lane % 4,
@@ -452,21 +461,22 @@ void mma(float &d0, float &d1, float &d2, float &d3, uint32_t a0, uint32_t a1, u
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(warp().slots[parity][lane()], mine, sizeof mine);
   warp_barrier(Op::mma);
+  const float *const number = numbers<T>();
   const auto half = [&](int lane, int reg, int which) {
-    uint32_t bits;
-    memcpy(&bits, &warp().slots[parity][lane][4 * reg], 4);
-    return from_bits<T>((uint16_t)(which ? bits >> 16 : bits & 0xffff));
+    uint16_t bits;
+    memcpy(&bits, &warp().slots[parity][lane][4 * reg + 2 * which], 2);
+    return (double)number[bits];
   };
-  float *d[4] = {&d0, &d1, &d2, &d3};
-  for (int i = 0; i < 4; i++) {
-    const int row = lane() / 4 + (i / 2) * 8, column = lane() % 4 * 2 + i % 2;
-    double sum = *d[i];
-    for (int k = 0; k < 16; k++) {
-      const float a = half(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k % 2);
-      const float b = half(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
-      sum += (double)a * b;
+  const int g = lane() / 4, t = lane() % 4;
+  float *d[2][2] = {{&d0, &d1}, {&d2, &d3}};
+  for (int half_of_rows = 0; half_of_rows < 2; half_of_rows++) {
+    double a[16];
+    for (int k = 0; k < 16; k++) a[k] = half(4 * g + k % 8 / 2, half_of_rows + k / 8 * 2, k % 2);
+    for (int c = 0; c < 2; c++) {
+      double sum = *d[half_of_rows][c];
+      for (int k = 0; k < 16; k++) sum += a[k] * half((2 * t + c) * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+      *d[half_of_rows][c] = (float)sum;
     }
-    *d[i] = (float)sum;
   }
 }
 

@@ -12,12 +12,13 @@
 
 constexpr int kHeld = 4;       // tune(memory): 1, 2, 4, 8
 constexpr int kThreads = 128;  // tune(block): 32, 64, 128, 256, 512
+constexpr int kUnroll = 2;     // tune(memory): 1, 2, 4
 constexpr int kSlices = 8;     // tune(block): 1, 2, 4, 8, 16, 32
 
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
-static_assert(kHeld >= 1 && kHeld <= 16, "a thread holds its packs in registers");
+static_assert(kHeld >= 1 && kHeld <= 16 && kUnroll >= 1 && kUnroll <= 8, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
 static_assert(kSlices >= 1 && kSlices <= 32, "a block has at most 1024 threads");
 
@@ -209,18 +210,24 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const T *in = x + (live ? rows.start(row) : 0);
     T *y = out + (live ? row * N : 0);
     const int64_t length = live ? N : 0, head = head_of(in, length), packs = (length - head) / V;
-    const int64_t tail = head + packs * V;
+    const int64_t tail = head + packs * V, step = blockDim.x;
 
     State state = {-INFINITY, 0.0f};
     for (int64_t i = threadIdx.x; i < head; i += blockDim.x) {
       const float value[1] = {to_float(in[i])};
       state = include<T>(state, value);
     }
-    for (int64_t p = threadIdx.x; p < packs; p += blockDim.x) {
-      const Pack<T, V> pack = load<T, V>(in + head + p * V);
-      float values[V];
+    for (int64_t p = threadIdx.x; p < packs; p += kUnroll * step) {
+      Pack<T, V> pack[kUnroll];
 #pragma unroll
-      for (int i = 0; i < V; i++) values[i] = to_float(pack.v[i]);
+      for (int u = 0; u < kUnroll; u++)
+        if (p + u * step < packs) pack[u] = load<T, V>(in + head + (p + u * step) * V);
+      float values[kUnroll * V];
+#pragma unroll
+      for (int u = 0; u < kUnroll; u++)
+#pragma unroll
+        for (int i = 0; i < V; i++)
+          values[u * V + i] = p + u * step < packs ? to_float(pack[u].v[i]) : -INFINITY;  // adds nothing
       state = include<T>(state, values);
     }
     for (int64_t i = tail + threadIdx.x; i < length; i += blockDim.x) {
@@ -233,12 +240,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const bool same = head_of(y, length) == head;  // in and out meet 16-byte boundaries at the same columns
     for (int64_t i = threadIdx.x; i < head; i += blockDim.x)
       y[i] = from_float<T>(exponential<T>(to_float(in[i]) - state.max) * scale);
-    for (int64_t p = threadIdx.x; p < packs && same; p += blockDim.x) {
-      Pack<T, V> pack = load<T, V>(in + head + p * V);
+    for (int64_t p = threadIdx.x; p < packs && same; p += kUnroll * step) {
+      Pack<T, V> pack[kUnroll];
 #pragma unroll
-      for (int i = 0; i < V; i++)
-        pack.v[i] = from_float<T>(exponential<T>(to_float(pack.v[i]) - state.max) * scale);
-      store<T, V>(y + head + p * V, pack);
+      for (int u = 0; u < kUnroll; u++)
+        if (p + u * step < packs) pack[u] = load<T, V>(in + head + (p + u * step) * V);
+#pragma unroll
+      for (int u = 0; u < kUnroll; u++) {
+        if (p + u * step >= packs) continue;
+#pragma unroll
+        for (int i = 0; i < V; i++)
+          pack[u].v[i] = from_float<T>(exponential<T>(to_float(pack[u].v[i]) - state.max) * scale);
+        store<T, V>(y + head + (p + u * step) * V, pack[u]);
+      }
     }
     for (int64_t i = (same ? tail : head) + threadIdx.x; i < length; i += blockDim.x)
       y[i] = from_float<T>(exponential<T>(to_float(in[i]) - state.max) * scale);
