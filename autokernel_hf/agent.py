@@ -86,10 +86,11 @@ class Playbook:
     def _openings(self, context: Context, space: tuple[tunables.Tunable, ...]) -> list[Proposal]:
         """One step up and one down for every constant of the incumbent, the prescribed kinds first."""
         order = {kind: i for i, kind in enumerate(context.prescriptions)}
+        bound = context.bound.partition(":")[0]
         proposals = []
         for tunable in sorted(space, key=lambda t: order.get(t.acts_on, len(order))):
             at = tunable.choices.index(tunable.value)
-            why = f" ({tunable.acts_on}; {context.bound})" if tunable.acts_on in order else ""
+            why = f" ({tunable.acts_on}; {bound})" if tunable.acts_on in order else ""
             for neighbour in (at + 1, at - 1):
                 if not 0 <= neighbour < len(tunable.choices):
                     continue
@@ -268,6 +269,5 @@ def _prompt(context: Context) -> str:
     from jinja2 import Template
 
     template = resources.files("autokernel_hf").joinpath("prompts/propose.j2").read_text(encoding="utf-8")
-    return Template(template, trim_blocks=True, lstrip_blocks=True).render(
-        context=context, attempts=context.attempts[-8:]
-    )
+    page = Template(template, trim_blocks=True, lstrip_blocks=True)
+    return str(page.render(context=context, attempts=context.attempts[-8:]))

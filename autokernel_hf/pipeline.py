@@ -20,7 +20,7 @@ from autokernel_hf import worker
 from autokernel_hf.agent import Context, LanguageModel, Playbook, Proposer
 from autokernel_hf.errors import AutokernelError, RunError, UsageError
 from autokernel_hf.extract import extract, starters
-from autokernel_hf.optimize import Limits, Search
+from autokernel_hf.optimize import Diagnose, Limits, Search
 from autokernel_hf.progress import Progress, Silent
 from autokernel_hf.records import (
     Built,
@@ -216,7 +216,7 @@ def searching(
             run=run,
             judge=judge,
             decide=_decide,
-            diagnose=_diagnose,
+            diagnose=_diagnoser(run),
             limits=limits_of(run.settings),
             progress=progress,
         )
@@ -231,7 +231,7 @@ def context_of(run: Run, target: Target) -> Context:
         run=run,
         judge=None,
         decide=_decide,
-        diagnose=_diagnose,
+        diagnose=_diagnoser(run),
         limits=limits_of(run.settings),
         progress=Silent(),
     )
@@ -328,6 +328,7 @@ def finish(
             verification=verification,
             profile=profile,
             run_settings=run.settings,
+            commit=run.kept_commit(item.winner.target.name),
         )
     return [item.package for item in staged]
 
@@ -370,10 +371,11 @@ def export(
         packages = []
         for winner in winners:
             built = build(winner.candidate, device=profile.device.kind)
-            # Extra architectures are builds beside the judged one, labelled as never run.
-            more = [build(winner.candidate, archs=archs, device=profile.device.kind)] if archs else []
+            # A binary for more architectures is built again from the judged source; the card says so.
+            if archs:
+                built = build(winner.candidate, archs=tuple(dict.fromkeys((*built.archs, *archs))))
             package = stage_package(
-                [built, *more] if more else built,
+                built,
                 candidate=winner.candidate,
                 name=package_name(name, winner.target.kernel_type if len(winners) > 1 else None),
                 version=version,
@@ -388,6 +390,7 @@ def export(
                 verification=verification,
                 profile=profile,
                 run_settings=run.settings,
+                commit=run.kept_commit(winner.target.name),
             )
             packages.append(package)
         return packages
@@ -428,23 +431,30 @@ def _decide(evaluation: Evaluation) -> tuple[Decision, str]:
     return decide(evaluation)
 
 
-def _diagnose(target: Target, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
+def _diagnoser(run: Run) -> Diagnose:
+    """The diagnosis of a run's kernels, against ceilings that a worker measured: this process has no device context."""
     from autokernel_hf.diagnose import diagnose
-    from autokernel_hf.gpu import measure_ceilings
+    from autokernel_hf.gpu import Ceilings
     from autokernel_hf.kernels import kernel_type
 
-    workload = max(target.workloads, key=lambda w: w.share)
-    timed = next((w for w in evaluation.workloads if w.label == workload.label), None)
-    if timed is None or timed.latency_us is None:
-        return (), "not known yet"
-    found = diagnose(
-        kernel_type(target.kernel_type),
-        workload,
-        timed.latency_us,
-        measure_ceilings(target.device),
-        evaluation.resources,
-    )
-    return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}"
+    def explain(target: Target, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
+        workload = max(target.workloads, key=lambda w: w.share)
+        timed = next((w for w in evaluation.workloads if w.label == workload.label), None)
+        if timed is None or timed.latency_us is None:
+            return (), "not known yet"
+        path = run.path / "ceilings.json"
+        if not path.exists():
+            worker.call("ceilings", worker.CeilingsRequest(device=target.device), Ceilings).save(path)
+        found = diagnose(
+            kernel_type(target.kernel_type),
+            workload,
+            timed.latency_us,
+            Ceilings.load(path),
+            evaluation.resources,
+        )
+        return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}"
+
+    return explain
 
 
 def _status(

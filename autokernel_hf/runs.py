@@ -354,6 +354,11 @@ class Run:
         kept = [e for e in self.experiments(target) if e.decision == "keep"]
         return self.source(kept[-1]) if kept else None
 
+    def kept_commit(self, target: str) -> str | None:
+        """The commit of the target's incumbent."""
+        kept = [e for e in self.experiments(target) if e.decision == "keep"]
+        return kept[-1].commit if kept else None
+
     def source(self, experiment: Experiment) -> Candidate:
         """The source of an experiment, from git."""
         path = self._kernel_path(experiment.target, experiment.backend)

@@ -39,6 +39,10 @@ class ProfileRequest(Record):
     compile_log: str | None = None
 
 
+class CeilingsRequest(Record):
+    device: str
+
+
 class StagedKernel(Record):
     """A winner as `verify` needs it: what it replaces, and the package variant that replaces it."""
 
@@ -139,6 +143,12 @@ def _profile(request: ProfileRequest) -> Profile:
     )
 
 
+def _ceilings(request: CeilingsRequest) -> Record:
+    from autokernel_hf.gpu import measure_ceilings
+
+    return measure_ceilings(request.device)
+
+
 def _verify(request: VerifyRequest) -> Verification:
     from autokernel_hf.models import load
     from autokernel_hf.verify import verify
@@ -149,6 +159,7 @@ def _verify(request: VerifyRequest) -> Verification:
 _TASKS: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "pull": (PullRequest, _pull),
     "profile": (ProfileRequest, _profile),
+    "ceilings": (CeilingsRequest, _ceilings),
     "verify": (VerifyRequest, _verify),
 }
 
