@@ -254,7 +254,7 @@ from torch import nn
 
 class Sleepy(nn.Module):
     def forward(self, input):
-        time.sleep(0.004)
+        time.sleep(0.02)
         return F.silu(input)
 
 class Net(nn.Module):
@@ -285,18 +285,18 @@ def activation(folder: Path, pause: float) -> Staged:
 
 
 def test_a_faster_kernel_passes_with_an_interval_above_one(tmp_path: Path) -> None:
-    result = quick(net(tmp_path), activation(tmp_path, 0.001))
+    result = quick(net(tmp_path), activation(tmp_path, 0.002))
     assert result.passed, result.reason
     assert result.speedup.vs_eager is not None
     assert result.speedup_ci95.vs_eager is not None
-    assert 1 < result.speedup_ci95.vs_eager[0] <= result.speedup.vs_eager < 6
+    assert 1 < result.speedup_ci95.vs_eager[0] <= result.speedup.vs_eager < 15
     assert result.latency_ms.eager is not None
-    assert result.latency_ms.eager > 4
+    assert result.latency_ms.eager > 20
     assert result.reason.startswith("right, and ")
 
 
 def test_a_slower_kernel_is_right_and_does_not_pass(tmp_path: Path) -> None:
-    result = quick(net(tmp_path), activation(tmp_path, 0.012))
+    result = quick(net(tmp_path), activation(tmp_path, 0.06))
     assert not result.passed
     assert result.reason.startswith("right, but not faster")
     assert result.speedup_ci95.vs_eager is not None
@@ -310,7 +310,7 @@ def test_a_slower_kernel_is_right_and_does_not_pass(tmp_path: Path) -> None:
 def test_torch_compile_is_timed_beside_and_its_columns_run_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "net.py").write_text(SLOW.replace("        time.sleep(0.004)\n", ""))
+    (tmp_path / "net.py").write_text(SLOW.replace("        time.sleep(0.02)\n", ""))
     loaded = load(ModelSpec(model=f"{tmp_path}/net.py:Net", input_shape=(4, 16), device="cpu"))
     function = """
 calls = []
@@ -359,7 +359,7 @@ def test_without_a_compiler_the_compiled_columns_are_empty_and_the_notes_say_why
 
     loaded = net(tmp_path)
     with inductor.patch({"cpp.cxx": ("/nonexistent/compiler",), "force_disable_caches": True}):
-        result = quick(loaded, activation(tmp_path, 0.001), compile=True)
+        result = quick(loaded, activation(tmp_path, 0.002), compile=True)
     assert result.passed, result.reason
     assert result.latency_ms.compile is None
     assert result.speedup.vs_compile is None
