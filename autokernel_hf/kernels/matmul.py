@@ -174,9 +174,12 @@ def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) ->
 
 def _fill_a(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
     x = fill_values(spec, workload.values, generator)
-    if workload.arg("activation") == "relu2":  # squares, and float16 ends at 65504
-        x = x / 8
-    return x.clamp(-_FLOAT8_MAX, _FLOAT8_MAX) if spec.dtype == "float8_e4m3fn" else x
+    if spec.dtype == "float8_e4m3fn":  # quantized as models are: the largest value at the end of the range
+        largest = float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
+        x = x * (_FLOAT8_MAX / largest) if largest else x
+        return x.clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
+    # relu2 squares, and float16 ends at 65504.
+    return x / 8 if workload.arg("activation") == "relu2" else x
 
 
 def _fill_b(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
@@ -205,8 +208,10 @@ def _bytes_moved(workload: Workload) -> float:
 
 
 def _impostors_exempt(impostor: str, workload: Workload) -> bool:
-    """Nothing to add up: the product is 0, and so is the output without a bias or a residual."""
+    """One output is its own mean. Nothing to add up: the output is 0, unless a bias or a residual is added."""
     added = workload.arg("bias") is not None or workload.arg("residual") is not None
+    if impostor == "mean" and _out_elements(workload) == 1:
+        return True
     return _out_elements(workload) == 0 or (_inner(workload) == 0 and not added)
 
 

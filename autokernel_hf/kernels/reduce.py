@@ -60,41 +60,46 @@ def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) ->
     )
 
 
+def _dim(workload: Workload) -> int:
+    dim = workload.arg("dim")
+    assert isinstance(dim, int)
+    return dim
+
+
 def _length(workload: Workload) -> int:
     """Elements that make one output."""
-    shape, dim = workload.tensor("x").shape, workload.arg("dim")
-    assert isinstance(dim, int)
-    return shape[dim] if shape else 1
+    shape = workload.tensor("x").shape
+    return shape[_dim(workload)] if shape else 1
 
 
 def _out_elements(workload: Workload) -> int:
-    length = _length(workload)
     shape = list(workload.tensor("x").shape)
     if shape:
-        dim = workload.arg("dim")
-        assert isinstance(dim, int)
-        del shape[dim]
-    return math.prod(shape) if length or shape else 1
+        del shape[_dim(workload)]
+    return math.prod(shape)
 
 
 def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
-    """The workload's regime, tamed where the right answer would be no number or noise.
+    """The workload's regime, each output's elements at a size of their own, tamed where the answer would be noise.
 
-    A product is of values near 1 (times a sign), a single sum of positive ones (so that it does not cancel), and a sum
-    in float16 stays below the largest number there.
+    A product is of values near 1 (times a sign); sums that would cancel or vanish are of positive values (a single one,
+    for which nothing else tells the size of an error, and tiny ones); in float16 sums stay below the largest number.
     """
     x = fill_values(spec, workload.values, generator)
     op, length = workload.arg("op"), max(_length(workload), 1)
+    shape = list(spec.shape)
+    if shape:
+        shape[_dim(workload)] = 1
+    size = torch.exp2(torch.rand(shape, generator=generator, dtype=torch.float64) * 4 - 2)
     if op == "prod":
         normal = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
-        near_one = torch.sign(normal) * torch.exp2(normal / math.sqrt(length))
+        near_one = torch.sign(normal) * torch.exp2(normal / math.sqrt(length)) * size ** (1 / length)
         return torch.where(torch.isfinite(x), near_one, x)
-    if op in ("sum", "mean") and _out_elements(workload) == 1:
+    x = x * size
+    if op in ("sum", "mean") and (_out_elements(workload) == 1 or workload.values == "tiny"):
         x = torch.where(torch.isfinite(x), x.abs(), x)
     if op == "sum" and spec.dtype == "float16" and x.numel():
-        dim = workload.arg("dim")
-        assert isinstance(dim, int)
-        largest = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().sum(dim).max().item()
+        largest = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().sum(_dim(workload)).max().item()
         x = x * min(1.0, 3e4 / max(largest, 1e-30))
     return x
 
@@ -110,9 +115,15 @@ def _roundings(workload: Workload) -> float:
 
 
 def _impostors_exempt(impostor: str, workload: Workload) -> bool:
-    """No element or one: the answer is a constant, or the input itself. One output: it is its own mean."""
-    single = impostor == "mean" and _out_elements(workload) <= 1
-    return _length(workload) <= 1 or _out_elements(workload) == 0 or single
+    """No element or one: the answer is a constant, or the input itself. Outputs all alike: each is their mean."""
+    if _length(workload) <= 1 or _out_elements(workload) == 0:
+        return True
+    spec, alike = workload.tensor("x"), _out_elements(workload) == 1
+    if spec.strides is not None:
+        kept = [(n, s) for n, s in zip(spec.shape, spec.strides, strict=True)]
+        del kept[_dim(workload)]
+        alike = alike or all(s == 0 for n, s in kept if n > 1)
+    return impostor == "mean" and alike
 
 
 KERNEL_TYPE = KernelType(

@@ -109,8 +109,13 @@ def merged(sizes, strides):
     return size, stride
 
 
+def along_rows(inner, inner_step, step):
+    """Whether the elements of one output lie closer together than neighbouring outputs."""
+    return inner == 1 or 0 < step <= inner_step
+
+
 def launch(x, out, outputs, length, inner, outer_step, inner_step, step, part, parts, count, op, divide):
-    if length == 1 or step <= inner_step or inner == 1:
+    if along_rows(inner, inner_step, step):
         block_r = min(triton.next_power_of_2(max(min(part, length), 1)), TILE)
         # A few outputs a program, so that short rows fill it, and few enough that many programs run.
         block_o = min(max(TILE // block_r, 1), triton.next_power_of_2(max(outputs // PROGRAMS, 1)), 64)
@@ -161,9 +166,9 @@ def kernel_fn(x, dim=-1, keepdim=False, op="sum"):
     else:
         (_, outer_step), (inner, inner_step), step = outer, behind, strides[dim]
 
-    along_rows = inner == 1 or step <= inner_step
-    tiles = outputs if along_rows else triton.cdiv(outputs, COLUMNS)
-    shortest = PART if along_rows else max(PART // 32, 1)
+    rows = along_rows(inner, inner_step, step)
+    tiles = outputs if rows else triton.cdiv(outputs, COLUMNS)
+    shortest = PART if rows else max(PART // 32, 1)
     parts = (
         min(triton.cdiv(PROGRAMS, tiles), triton.cdiv(max(length, 1), shortest))
         if tiles < PROGRAMS // 2
