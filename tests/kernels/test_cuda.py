@@ -1,0 +1,445 @@
+"""The CUDA C++ starters: compiled by nvcc, run on the CPU through an emulation of the machine, and on a GPU in full.
+
+The emulation (cuda_emulation.h) checks what needs no GPU: indexing, masking, barriers, numerics, every byte's bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autokernel_hf import build, contract, toolchain, tunables
+from autokernel_hf.errors import ToolMissingError
+from autokernel_hf.judge.cases import Case, Scope, Stage, cases_of
+from autokernel_hf.judge.checks import check_values, expect
+from autokernel_hf.kernels import kernel_type, kernel_types, starter
+from autokernel_hf.kernels.base import KernelType, make_inputs
+from autokernel_hf.records import Candidate, CompileReport, Scalar, Workload
+from autokernel_hf.variant import Domain
+from tests.kernels.cuda_emulation import Emulated, EmulationError, Unsupported
+
+TYPES = (
+    "activation",
+    "gated_activation",
+    "rmsnorm",
+    "layernorm",
+    "add_norm",
+    "softmax",
+    "cross_entropy",
+    "rotary_embedding",
+    "reduce",
+    "matmul",
+    "fused_mlp",
+    "flash_attention",
+)
+# Their speed is that of memory: a spill would cost it.
+MEMORY_BOUND = TYPES[:9]
+ARCHS = ("sm_80", "sm_90a", "sm_100")
+STAGES: tuple[Stage, ...] = ("shapes", "numerics", "edges")
+# Emulation takes its time, of products most: every n-th call is run.
+EVERY = {name: 2 for name in MEMORY_BOUND} | {"matmul": 3, "fused_mlp": 5, "flash_attention": 6}
+
+
+def source_of(name: str) -> str:
+    source = starter(name, "cuda")
+    assert source is not None
+    return source
+
+
+def candidate_of(name: str, source: str | None = None) -> Candidate:
+    return Candidate(kernel_type=name, backend="cuda", source=source or source_of(name))
+
+
+def has_nvcc() -> bool:
+    try:
+        toolchain.nvcc()
+    except ToolMissingError:
+        return False
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="nvcc is not installed here")
+
+
+def domain_of(kind: KernelType) -> Domain:
+    return contract.check(candidate_of(kind.name), kind)
+
+
+def cases(kind: KernelType, stages: tuple[Stage, ...] = STAGES) -> list[Case]:
+    """The judge's own calls of a starter."""
+    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes)
+    return [case for stage in stages for case in cases_of(stage, scope, domain_of(kind))]
+
+
+def problem(kind: KernelType, workload: Workload, args: dict[str, Any], outputs: tuple[Tensor, ...]) -> str:
+    """What is wrong with outputs by the judge's rule; empty where nothing is."""
+    expected = expect(kind, workload, args)
+    forms = tuple((tuple(o.shape), o.dtype) for o in outputs)
+    if forms != expected.specs:
+        return f"outputs {forms}, not {expected.specs}"
+    return check_values(outputs, expected, kind, workload).problem
+
+
+def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(
+        torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+# --- what is compiled, ahead of the tests that ask for it, two at a time --------------------------------------------
+
+
+class Workshop:
+    """Compilations under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pool = ThreadPoolExecutor(2)
+        self.reports: dict[tuple[str, str], Future[CompileReport]] = {}
+        self.emulated: dict[str, Future[Emulated]] = {}
+
+    def compile(self, name: str, arch: str) -> Future[CompileReport]:
+        if (name, arch) not in self.reports:
+            self.reports[name, arch] = self.pool.submit(build.compile_only, candidate_of(name), arch)
+        return self.reports[name, arch]
+
+    def emulate(self, name: str) -> Future[Emulated]:
+        if name not in self.emulated:
+            self.emulated[name] = self.pool.submit(Emulated, kernel_type(name), source_of(name), self.folder)
+        return self.emulated[name]
+
+
+@pytest.fixture(scope="module")
+def workshop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    shop = Workshop(tmp_path_factory.mktemp("emulation"))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # each worker sees all tests, and runs some
+        for item in request.session.items:
+            asked = getattr(item, "callspec", None)
+            if getattr(item, "module", None) is not request.module or asked is None:
+                continue
+            if "arch" in asked.params:
+                shop.compile(asked.params["name"], asked.params["arch"])
+            elif "workshop" in item.fixturenames and "name" in asked.params:
+                shop.emulate(asked.params["name"])
+    yield shop
+    shop.pool.shutdown(cancel_futures=True)
+
+
+# --- the sources ----------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_type_has_a_cuda_starter() -> None:
+    assert set(TYPES) == set(kernel_types())
+    for name in TYPES:
+        assert (
+            domain_of(kernel_type(name)).dtypes == kernel_type(name).dtypes
+        )  # no starter narrows its domain
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_starter_keeps_to_its_stream_and_its_libraries(name: str) -> None:
+    source = source_of(name)
+    for forbidden in ("cublas", "cudnn", "<torch", "cudaMalloc", "cudaMemcpy", "Synchronize", "atomicAdd"):
+        assert forbidden not in source
+    assert source.count("<<<") == source.count("stream>>>")
+    assert 2 <= len(tunables.parse(source)) <= 8
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[] if a == "sm_90a" else pytest.mark.slow) for a in ARCHS]
+)
+@pytest.mark.parametrize("name", TYPES)
+def test_starter_compiles(workshop: Workshop, name: str, arch: str) -> None:
+    report = workshop.compile(name, arch).result()
+    assert report.registers is not None and 16 <= report.registers <= 255
+    assert report.spill_bytes is not None and report.spill_bytes <= (0 if name in MEMORY_BOUND else 128)
+    assert report.shared_bytes is not None and report.shared_bytes <= 48 * 1024
+
+
+# --- emulated -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_starter_is_right_in_emulation(workshop: Workshop, name: str) -> None:
+    kind, kernel = kernel_type(name), workshop.emulate(name).result()
+    problems = []
+    for i, case in enumerate(cases(kind)[:: EVERY[name]]):
+        args = make_inputs(kind, case.workload, seed=i)
+        # Orders of threads, guard pages and merged rows in turn.
+        outputs = kernel(args, schedule=i % 3, at_end=i % 2 == 0, merge=i % 5 != 0)
+        wrong = problem(kind, case.workload, args, outputs)
+        if wrong:
+            problems.append(f"{case.workload.label} {case.workload.dtype} {case.workload.shape}: {wrong}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_result_does_not_depend_on_the_order_of_threads(workshop: Workshop, name: str) -> None:
+    kind, kernel = kernel_type(name), workshop.emulate(name).result()
+    for axes, options in (*kind.sweep[:2], *kind.sweep[-1:]):
+        for dtype in ("float32", "float16"):
+            args = make_inputs(kind, kind.build(axes, dtype, options), seed=5)
+            first, *others = (kernel(args, schedule=schedule) for schedule in range(3))
+            assert all(same_bits(first, other) for other in others), f"{axes} {dtype}"
+
+
+LARGE: dict[str, tuple[dict[str, int], dict[str, Scalar], dict[str, Scalar]]] = {
+    # More tiles down than a group has, ragged on every side, through the large tiles.
+    "matmul": ({"M": 1300, "N": 450, "K": 72}, {"nt": True, "with_bias": True}, {"kLargeFrom": 32}),
+    "fused_mlp": ({"M": 1300, "D": 72, "H": 450}, {}, {"kLargeFrom": 32}),
+    # Long rows: past what registers hold, and split among blocks.
+    "softmax": ({"M": 2, "N": 70001}, {}, {}),
+    "layernorm": ({"M": 2, "N": 40000}, {}, {}),
+    "rmsnorm": ({"M": 2, "N": 40000}, {}, {}),
+    "add_norm": ({"M": 2, "N": 40000}, {"kind": "layer"}, {}),
+    "reduce": ({"M": 3, "N": 200001}, {"op": "mean"}, {}),
+    "cross_entropy": ({"N": 3, "V": 128256}, {"label_smoothing": 0.1}, {}),
+    "flash_attention": ({"B": 1, "Hq": 2, "Hk": 1, "Sq": 300, "Sk": 330, "D": 72}, {"causal": True}, {}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_starter_is_right_on_large_calls(workshop: Workshop, name: str) -> None:
+    kind = kernel_type(name)
+    axes, options, settings = LARGE[name]
+    kernel = workshop.emulate(name).result()
+    if settings:
+        kernel = Emulated(kind, tunables.substitute(source_of(name), settings), workshop.folder)
+    for i, dtype in enumerate(("float32", "bfloat16")):
+        workload = kind.build(axes, dtype, options)
+        args = make_inputs(kind, workload, seed=7)
+        assert not problem(kind, workload, args, kernel(args, schedule=i)), dtype
+
+
+def test_columns_are_split_among_blocks_and_reduced_in_packs(workshop: Workshop) -> None:
+    kind, kernel = kernel_type("reduce"), workshop.emulate("reduce").result()
+    for op in ("sum", "min", "prod"):
+        for axes, dim in (({"M": 3000, "N": 64}, 0), ({"L": 2, "M": 1500, "N": 33}, 1)):
+            workload = kind.build(axes, "float16", {"op": op, "dim": dim})
+            args = make_inputs(kind, workload, seed=3)
+            assert not problem(kind, workload, args, kernel(args, schedule=2)), f"{op} {axes}"
+
+
+def test_cross_entropy_of_a_target_outside_the_classes_is_nan_and_no_access(workshop: Workshop) -> None:
+    kernel = workshop.emulate("cross_entropy").result()
+    args = {
+        "logits": torch.randn(3, 8),
+        "target": torch.tensor([1, 8, -3]),
+        "ignore_index": -100,
+        "label_smoothing": 0.0,
+        "reduction": "none",
+    }
+    (losses,) = kernel(args)
+    assert losses.isnan().tolist() == [False, True, True]
+
+
+def test_packed_attention_survives_a_wrong_maximum_and_leftover_tokens(workshop: Workshop) -> None:
+    """A longest sequence understated by the caller, and tokens behind the last sequence, which see no key."""
+    kind, kernel = kernel_type("flash_attention"), workshop.emulate("flash_attention").result()
+    workload = kind.build({"B": 1, "Hq": 1, "Sq": 200, "D": 64}, "float16", {"sequences": 1})
+    args = make_inputs(kind, workload, seed=1)
+    args |= {"cu_seqlens_q": torch.tensor([0, 170], dtype=torch.int32), "max_seqlen_q": 3}
+    args |= {"cu_seqlens_k": torch.tensor([0, 170], dtype=torch.int32), "max_seqlen_k": 3}
+    (out,) = kernel(args)
+    assert bool((out[0, 0, 170:] == 0).all())
+    q, k, v = (args[name][:, :, :170].double() for name in ("q", "k", "v"))
+    torch.testing.assert_close(
+        out[:, :, :170].double(),
+        torch.nn.functional.scaled_dot_product_attention(q, k, v),
+        atol=2e-3,
+        rtol=0,
+    )
+
+
+def settings_of(name: str) -> list[dict[str, Scalar]]:
+    """Each value of each tunable once, the others as they stand."""
+    return [
+        {tunable.name: value}
+        for tunable in tunables.parse(source_of(name))
+        for value in tunable.choices
+        if value != tunable.value
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_every_value_of_every_tunable_is_right(workshop: Workshop, name: str) -> None:
+    """Right, or refused: a tile that a small device has no room for."""
+    kind, refused = kernel_type(name), 0
+    every = 5 * EVERY[name]
+    for settings in settings_of(name):
+        if name in ("matmul", "fused_mlp") and "kLargeFrom" not in settings:
+            settings = {**settings, "kLargeFrom": 32}
+        kernel = Emulated(kind, tunables.substitute(source_of(name), settings), workshop.folder)
+        extra = [kind.build(LARGE[name][0], "float16", LARGE[name][1])] if name in LARGE else []
+        for i, workload in enumerate([*(case.workload for case in cases(kind)[::every]), *extra]):
+            args = make_inputs(kind, workload, seed=i)
+            try:
+                outputs = kernel(args, schedule=i % 3)
+            except Unsupported:
+                refused += 1
+                continue
+            wrong = problem(kind, workload, args, outputs)
+            assert not wrong, f"{settings} {workload.label} {workload.dtype}: {wrong}"
+    assert refused == 0 or name in ("matmul", "fused_mlp", "flash_attention")
+
+
+# --- the emulation itself: it must see what is wrong ----------------------------------------------------------------
+
+
+def mutant(name: str, old: str, new: str, folder: Path) -> Emulated:
+    source = source_of(name)
+    assert old in source
+    return Emulated(kernel_type(name), source.replace(old, new), folder)
+
+
+def inputs(name: str, dtype: str = "float32", **axes: int) -> dict[str, Any]:
+    kind = kernel_type(name)
+    return make_inputs(kind, kind.build(axes, dtype, {}), seed=2)
+
+
+def test_emulation_sees_a_missing_barrier(workshop: Workshop) -> None:
+    kernel = mutant("rmsnorm", "  __syncthreads();\n  value = lane", "  value = lane", workshop.folder)
+    args = inputs("rmsnorm", M=2, N=2048)
+    results = [kernel(args, schedule=schedule) for schedule in range(3)]
+    assert not all(same_bits(results[0], other) for other in results[1:])
+
+
+def test_emulation_sees_an_access_past_the_end(workshop: Workshop) -> None:
+    kernel = mutant(
+        "rmsnorm", "column < length; column += step", "column <= length; column += step", workshop.folder
+    )
+    with pytest.raises(EmulationError, match="outside every tensor"):
+        kernel(inputs("rmsnorm", M=4, N=64 * 1024 + 1), at_end=True)
+
+
+def test_emulation_sees_a_misaligned_access(workshop: Workshop) -> None:
+    kernel = mutant("rmsnorm", "(uintptr_t)p % 16 == 0", "true", workshop.folder)
+    args = inputs("rmsnorm", M=2, N=256)
+    args["x"] = torch.randn(2 * 256 + 1)[1:].view(2, 256)
+    with pytest.raises(EmulationError, match="misaligned"):
+        kernel(args)
+
+
+def test_emulation_sees_a_barrier_that_some_threads_never_reach(workshop: Workshop) -> None:
+    kernel = mutant(
+        "rmsnorm",
+        "  __syncthreads();\n  value = lane",
+        "  if (lane == 0) __syncthreads();\n  value = lane",
+        workshop.folder,
+    )
+    with pytest.raises(EmulationError, match="deadlock|different operations|has returned"):
+        kernel(inputs("rmsnorm", M=2, N=2048))
+
+
+def test_emulation_sees_work_on_another_stream(workshop: Workshop) -> None:
+    kernel = mutant("rmsnorm", "(cudaStream_t)ctx->stream", "(cudaStream_t) nullptr", workshop.folder)
+    with pytest.raises(EmulationError, match="another stream"):
+        kernel(inputs("rmsnorm", M=2, N=64))
+
+
+def test_emulation_sees_a_copy_that_nobody_waited_for(workshop: Workshop) -> None:
+    kernel = mutant("fused_mlp", "__pipeline_wait_prior(C::stages - 2);", "", workshop.folder)
+    (out,) = kernel(inputs("fused_mlp", "float16", M=16, D=64, H=64))
+    assert bool(out.isnan().any())
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> dict[str, ModuleType]:
+    return {}
+
+
+def built(on_gpu: dict[str, ModuleType], name: str) -> Any:
+    if name not in on_gpu:
+        on_gpu[name] = build.load(build.build(candidate_of(name), device="cuda").path)
+    return getattr(on_gpu[name], name)
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TYPES)
+def test_starter_is_right_on_the_gpu(on_gpu: dict[str, ModuleType], name: str) -> None:
+    kind, function = kernel_type(name), built(on_gpu, name)
+    problems = []
+    for i, case in enumerate(cases(kind)):
+        args = make_inputs(kind, case.workload, i, "cuda")
+        wrong = problem(kind, case.workload, args, as_tuple(function(**args)))
+        if wrong:
+            problems.append(f"{case.workload.label} {case.workload.dtype} {case.workload.shape}: {wrong}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TYPES)
+def test_starter_gives_the_same_bits_twice_and_in_a_graph(on_gpu: dict[str, ModuleType], name: str) -> None:
+    kind, function = kernel_type(name), built(on_gpu, name)
+    axes, options = LARGE[name][:2] if name in LARGE else kind.sweep[0]
+    args = make_inputs(kind, kind.build(axes, "float16", options), 3, "cuda")
+    first = as_tuple(function(**args))
+    assert same_bits(first, as_tuple(function(**args)))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = as_tuple(function(**args))
+    for output in captured:
+        output.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(first, captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ("activation", "gated_activation", "rmsnorm", "layernorm", "softmax", "reduce")
+)
+def test_starter_is_right_past_two_to_the_31_elements(on_gpu: dict[str, ModuleType], name: str) -> None:
+    """The last rows of more elements than 32 bits count must be those of a small call."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free GPU memory")
+    kind, function = kernel_type(name), built(on_gpu, name)
+    M, N = (1 << 17) + 3, 16392
+    small = make_inputs(kind, kind.build({"M": 5, "N": N}, "bfloat16", dict(kind.sweep[0][1])), 9, "cuda")
+    large = {
+        k: v.repeat((M + 4) // 5, 1)[:M].contiguous() if isinstance(v, Tensor) and v.shape == (5, N) else v
+        for k, v in small.items()
+    }
+    assert large[next(iter(large))].numel() > 1 << 31
+    last = [(M - 5 + i) % 5 for i in range(5)]
+    for few, many in zip(as_tuple(function(**small)), as_tuple(function(**large)), strict=True):
+        torch.testing.assert_close(many[-5:], few[last], atol=0, rtol=0)
+    del large, many
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.slow
+def test_the_check_of_all_starters_runs_and_tells(repository_root: Path, tmp_path: Path) -> None:
+    """The script for a GPU machine, here with the one backend that runs without."""
+    out = tmp_path / "starters.json"
+    command = [sys.executable, "benchmarks/check_starters.py", "--out", str(out), "--types", "rmsnorm"]
+    command += ["--device", "cpu", "--backends", "cpp", "--no-timing"]
+    environment = {**os.environ, "PYTHONPATH": str(repository_root)}
+    done = subprocess.run(command, cwd=repository_root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (checked,) = json.loads(out.read_text(encoding="utf-8"))["checked"]
+    assert checked["calls"] == checked["done"] > 50 and checked["failed"] == 0
+    assert "rmsnorm" in done.stdout and "ok" in done.stdout
