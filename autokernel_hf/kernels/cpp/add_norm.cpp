@@ -136,46 +136,74 @@ inline F keep(F v, int64_t n, float rest) {
   return lane < (int32_t)n ? v : splat(rest);
 }
 
-inline float sum(F v) {
-  float lane[W];
-  memcpy(lane, &v, sizeof v);
-  for (int half = W / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
+// Half a vector of float, and the same as double.
+typedef float HalfF __attribute__((vector_size(2 * W)));
+typedef double D __attribute__((vector_size(4 * W)));
+
+inline D low(F v) {
+  HalfF half;
+  memcpy(&half, &v, sizeof half);
+  return __builtin_convertvector(half, D);
 }
 
-// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
-// in short runs, so that rounding does not grow with the length.
-template <typename V, typename Value>
-inline V accumulate(int64_t n, const Value &value) {
-  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
-  V total = {};
+inline D high(F v) {
+  HalfF half;
+  memcpy(&half, (const char *)&v + sizeof half, sizeof half);
+  return __builtin_convertvector(half, D);
+}
+
+inline double sum(D v) {
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += v[i];
+  return total;
+}
+
+template <int K>
+struct Vectors {
+  F of[K];
+};
+
+template <int K>
+struct Sums {
+  double of[K];
+};
+
+// K sums over a row of value(i, m): the vectors at i, of whose lanes m belong to the row and the others are 0. Short
+// runs are added up in float, then moved to double, so that rounding does not grow with the length.
+template <int K, typename Value>
+inline Sums<K> accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 16 * kStep;
+  D total[2 * K] = {};
+  const auto widen = [&](int k, F part) {
+    total[2 * k] += low(part);
+    total[2 * k + 1] += high(part);
+  };
   int64_t i = 0;
   while (i + kStep <= n) {
-    V part[kUnroll] = {};
+    F part[kUnroll][K] = {};
     for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
-      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+      for (int u = 0; u < kUnroll; ++u) {
+        const Vectors<K> v = value(i + u * W, W);
+        for (int k = 0; k < K; ++k) part[u][k] += v.of[k];
+      }
     }
-    for (int u = 0; u < kUnroll; ++u) total += part[u];
+    for (int u = 0; u < kUnroll; ++u) {
+      for (int k = 0; k < K; ++k) widen(k, part[u][k]);
+    }
   }
-  for (; i + W <= n; i += W) total += value(i, W);
-  if (i < n) total += value(i, n - i);
-  return total;
+  for (; i < n; i += W) {
+    const Vectors<K> v = i + W <= n ? value(i, W) : value(i, n - i);
+    for (int k = 0; k < K; ++k) widen(k, v.of[k]);
+  }
+  Sums<K> sums;
+  for (int k = 0; k < K; ++k) sums.of[k] = sum(total[2 * k] + total[2 * k + 1]);
+  return sums;
 }
 
 template <typename T>
 inline F load_some(const T *p, int64_t n) {
   return n < W ? load_part(p, n) : load(p);
 }
-
-struct Pair {
-  F first, second;
-  void operator+=(const Pair &other) {
-    first += other.first;
-    second += other.second;
-  }
-};
 
 // A parameter's elements as float: where they are float32 in a row, in place, otherwise copied to `scratch`.
 // An absent parameter is `absent` everywhere; `offset` is added.
@@ -206,23 +234,23 @@ struct Statistics {
 // deviations from it, so nothing cancels, however far from 0 the row lies.
 template <bool kLayer, typename T>
 Statistics add(const T *__restrict x, const T *__restrict residual, T *__restrict s, int64_t n, double eps) {
-  const F first = accumulate<F>(n, [=](int64_t i, int64_t m) {
+  const Sums<1> first = accumulate<1>(n, [=](int64_t i, int64_t m) {
     const F added = load_some(x + i, m) + load_some(residual + i, m);
     m < W ? store_part(s + i, added, m) : store(s + i, added);
     const F v = load_some(s + i, m);  // as rounded
-    return kLayer ? v : v * v;
+    return Vectors<1>{kLayer ? v : v * v};
   });
-  const double average = (double)sum(first) / (double)n;
+  const double average = first.of[0] / (double)n;
   if (!kLayer) return {0.0f, 0.0f, (float)(1.0 / sqrt(average + eps))};
 
   const float mean = (float)average;
-  const Pair deviations = accumulate<Pair>(n, [=](int64_t i, int64_t m) {
+  const Sums<2> deviations = accumulate<2>(n, [=](int64_t i, int64_t m) {
     F d = load_some(s + i, m) - mean;
     if (m < W) d = keep(d, m, 0.0f);
-    return Pair{d, d * d};
+    return Vectors<2>{d, d * d};
   });
-  const double correction = (double)sum(deviations.first) / (double)n;
-  double variance = (double)sum(deviations.second) / (double)n - correction * correction;
+  const double correction = deviations.of[0] / (double)n;
+  double variance = deviations.of[1] / (double)n - correction * correction;
   variance = variance < 0.0 ? 0.0 : variance;
   return {mean, (float)correction, (float)(1.0 / sqrt(variance + eps))};
 }

@@ -155,37 +155,52 @@ inline double sum(D v) {
   return total;
 }
 
-// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
-// in short runs, so that rounding does not grow with the length.
-template <typename V, typename Value>
-inline V accumulate(int64_t n, const Value &value) {
-  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
-  V total = {};
+template <int K>
+struct Vectors {
+  F of[K];
+};
+
+template <int K>
+struct Sums {
+  double of[K];
+};
+
+// K sums over a row of value(i, m): the vectors at i, of whose lanes m belong to the row and the others are 0. Short
+// runs are added up in float, then moved to double, so that rounding does not grow with the length.
+template <int K, typename Value>
+inline Sums<K> accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 16 * kStep;
+  D total[2 * K] = {};
+  const auto widen = [&](int k, F part) {
+    total[2 * k] += low(part);
+    total[2 * k + 1] += high(part);
+  };
   int64_t i = 0;
   while (i + kStep <= n) {
-    V part[kUnroll] = {};
+    F part[kUnroll][K] = {};
     for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
-      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+      for (int u = 0; u < kUnroll; ++u) {
+        const Vectors<K> v = value(i + u * W, W);
+        for (int k = 0; k < K; ++k) part[u][k] += v.of[k];
+      }
     }
-    for (int u = 0; u < kUnroll; ++u) total += part[u];
+    for (int u = 0; u < kUnroll; ++u) {
+      for (int k = 0; k < K; ++k) widen(k, part[u][k]);
+    }
   }
-  for (; i + W <= n; i += W) total += value(i, W);
-  if (i < n) total += value(i, n - i);
-  return total;
+  for (; i < n; i += W) {
+    const Vectors<K> v = i + W <= n ? value(i, W) : value(i, n - i);
+    for (int k = 0; k < K; ++k) widen(k, v.of[k]);
+  }
+  Sums<K> sums;
+  for (int k = 0; k < K; ++k) sums.of[k] = sum(total[2 * k] + total[2 * k + 1]);
+  return sums;
 }
 
 template <typename T>
 inline F load_some(const T *p, int64_t n) {
   return n < W ? load_part(p, n) : load(p);
 }
-
-struct Pair {
-  F first, second;
-  void operator+=(const Pair &other) {
-    first += other.first;
-    second += other.second;
-  }
-};
 
 inline F larger(F a, F b) { return a > b ? a : b; }
 
@@ -220,9 +235,6 @@ struct Row {
   double exponentials, elements;  // sums of exp(x - largest) and, where asked for, of x
 };
 
-// Double: beside the largest element of a confident row, the others hardly show.
-double sum_exactly(F v) { return sum(low(v) + high(v)); }
-
 // Of kSpan elements at a time; the sum is rescaled when a larger element comes.
 template <bool kSmooth, typename T>
 Row measure(const T *x, int64_t n) {
@@ -231,17 +243,17 @@ Row measure(const T *x, int64_t n) {
     const int64_t length = n - start < kSpan ? n - start : kSpan;
     const T *from = x + start;
     const float before = row.largest, here = largest(from, length), top = here > before ? here : before;
-    const Pair sums = accumulate<Pair>(length, [=](int64_t i, int64_t m) {
+    const Sums<2> sums = accumulate<2>(length, [=](int64_t i, int64_t m) {
       F d = load_some(from + i, m) - top, e = exponential(d);
       if (m < W) {
         d = keep(d, m, 0.0f);
         e = keep(e, m, 0.0f);
       }
-      return Pair{e, kSmooth ? d : F{}};
+      return Vectors<2>{e, kSmooth ? d : F{}};
     });
     row.largest = top;
-    row.exponentials = row.exponentials * exp((double)before - (double)top) + sum_exactly(sums.first);
-    if (kSmooth) row.elements += sum_exactly(sums.second) + (double)length * (double)top;
+    row.exponentials = row.exponentials * exp((double)before - (double)top) + sums.of[0];
+    if (kSmooth) row.elements += sums.of[1] + (double)length * (double)top;
   }
   return row;
 }

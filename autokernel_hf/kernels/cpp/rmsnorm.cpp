@@ -129,32 +129,68 @@ inline void finish_streams() {
 #endif
 }
 
-inline float sum(F v) {
-  float lane[W];
-  memcpy(lane, &v, sizeof v);
-  for (int half = W / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  }
-  return lane[0];
+// Half a vector of float, and the same as double.
+typedef float HalfF __attribute__((vector_size(2 * W)));
+typedef double D __attribute__((vector_size(4 * W)));
+
+inline D low(F v) {
+  HalfF half;
+  memcpy(&half, &v, sizeof half);
+  return __builtin_convertvector(half, D);
 }
 
-// The sum over a row of value(i, m): the vector at i, of whose lanes m belong to the row and the others are 0. Added up
-// in short runs, so that rounding does not grow with the length.
-template <typename V, typename Value>
-inline V accumulate(int64_t n, const Value &value) {
-  constexpr int64_t kStep = kUnroll * W, kRun = 32 * kStep;
-  V total = {};
+inline D high(F v) {
+  HalfF half;
+  memcpy(&half, (const char *)&v + sizeof half, sizeof half);
+  return __builtin_convertvector(half, D);
+}
+
+inline double sum(D v) {
+  double total = 0.0;
+  for (int i = 0; i < W / 2; ++i) total += v[i];
+  return total;
+}
+
+template <int K>
+struct Vectors {
+  F of[K];
+};
+
+template <int K>
+struct Sums {
+  double of[K];
+};
+
+// K sums over a row of value(i, m): the vectors at i, of whose lanes m belong to the row and the others are 0. Short
+// runs are added up in float, then moved to double, so that rounding does not grow with the length.
+template <int K, typename Value>
+inline Sums<K> accumulate(int64_t n, const Value &value) {
+  constexpr int64_t kStep = kUnroll * W, kRun = 16 * kStep;
+  D total[2 * K] = {};
+  const auto widen = [&](int k, F part) {
+    total[2 * k] += low(part);
+    total[2 * k + 1] += high(part);
+  };
   int64_t i = 0;
   while (i + kStep <= n) {
-    V part[kUnroll] = {};
+    F part[kUnroll][K] = {};
     for (const int64_t stop = n - i < kRun ? n : i + kRun; i + kStep <= stop; i += kStep) {
-      for (int u = 0; u < kUnroll; ++u) part[u] += value(i + u * W, W);
+      for (int u = 0; u < kUnroll; ++u) {
+        const Vectors<K> v = value(i + u * W, W);
+        for (int k = 0; k < K; ++k) part[u][k] += v.of[k];
+      }
     }
-    for (int u = 0; u < kUnroll; ++u) total += part[u];
+    for (int u = 0; u < kUnroll; ++u) {
+      for (int k = 0; k < K; ++k) widen(k, part[u][k]);
+    }
   }
-  for (; i + W <= n; i += W) total += value(i, W);
-  if (i < n) total += value(i, n - i);
-  return total;
+  for (; i < n; i += W) {
+    const Vectors<K> v = i + W <= n ? value(i, W) : value(i, n - i);
+    for (int k = 0; k < K; ++k) widen(k, v.of[k]);
+  }
+  Sums<K> sums;
+  for (int k = 0; k < K; ++k) sums.of[k] = sum(total[2 * k] + total[2 * k + 1]);
+  return sums;
 }
 
 template <typename T>
@@ -195,11 +231,11 @@ void write_row(const T *__restrict x, const float *__restrict scale, T *__restri
 
 template <typename T>
 void norm_row(const T *x, const float *scale, T *y, int64_t n, double eps) {
-  const F squares = accumulate<F>(n, [=](int64_t i, int64_t m) {
+  const Sums<1> squares = accumulate<1>(n, [=](int64_t i, int64_t m) {
     const F v = load_some(x + i, m);
-    return v * v;
+    return Vectors<1>{v * v};
   });
-  const float factor = (float)(1.0 / sqrt((double)sum(squares) / (double)n + eps));
+  const float factor = (float)(1.0 / sqrt(squares.of[0] / (double)n + eps));
   const bool past = kStream && (uintptr_t)y % (W * sizeof(T)) == 0;
   past ? write_row<kStream>(x, scale, y, n, factor) : write_row<false>(x, scale, y, n, factor);
 }
