@@ -49,7 +49,7 @@ MEMORY_BOUND = TYPES[:9]
 ARCHS = ("sm_80", "sm_90a", "sm_100")
 STAGES: tuple[Stage, ...] = ("shapes", "numerics", "edges")
 # Emulation takes its time, of products most: every n-th call is run.
-EVERY = {name: 2 for name in MEMORY_BOUND} | {"matmul": 3, "fused_mlp": 5, "flash_attention": 6}
+EVERY = dict.fromkeys(MEMORY_BOUND, 2) | {"matmul": 3, "fused_mlp": 5, "flash_attention": 6}
 
 
 def source_of(name: str) -> str:

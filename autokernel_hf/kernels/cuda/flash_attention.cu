@@ -186,7 +186,7 @@ __device__ __forceinline__ void load_rows(T *tile, const T *data, int64_t stride
                                           int64_t rows, int width) {
   constexpr int kChunks = WIDTH / 8;
   if (packs) {
-#pragma unroll 4
+#pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * kChunks; i += THREADS) {
       const int64_t row = first + i / kChunks;
       const int column = i % kChunks * 8, left = row < rows ? width - column : 0;
