@@ -46,7 +46,10 @@ def reduce_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Output o = (i, j), i outside of the dimension and j inside, over elements part * p : part * (p + 1) of it."""
+    """Output o = (i, j), i outside of the dimension and j inside, over elements part * p : part * (p + 1) of it.
+
+    Where there are several parts, each is a multiple of BLOCK_R: the last block of one never reads into the next.
+    """
     p = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     base = (o // inner) * outer_step + (o % inner) * inner_step
@@ -65,7 +68,7 @@ def reduce_kernel(
     lane = tl.arange(0, BLOCK_R)
     for start in range(first, last, BLOCK_R):
         r = start + lane
-        mask = kept[:, None] & (r < last)[None, :]
+        mask = kept[:, None] & (r < length)[None, :]
         pointers = x_ptr + base[:, None] + (r * step)[None, :]
         if OP == "prod":
             acc *= tl.load(pointers, mask=mask, other=1.0).to(tl.float32)
@@ -109,37 +112,14 @@ def merged(sizes, strides):
     return size, stride
 
 
-def along_rows(inner, inner_step, step):
-    """Whether the elements of one output lie closer together than neighbouring outputs."""
-    return inner == 1 or 0 < step <= inner_step
-
-
-def launch(x, out, outputs, length, inner, outer_step, inner_step, step, part, parts, count, op, divide):
-    if along_rows(inner, inner_step, step):
-        block_r = min(triton.next_power_of_2(max(min(part, length), 1)), TILE)
-        # A few outputs a program, so that short rows fill it, and few enough that many programs run.
-        block_o = min(max(TILE // block_r, 1), triton.next_power_of_2(max(outputs // PROGRAMS, 1)), 64)
-    else:
-        block_o = min(triton.next_power_of_2(outputs), COLUMNS)
-        block_r = min(triton.next_power_of_2(max(min(part, length), 1)), max(TILE // block_o, 1))
-    reduce_kernel[(triton.cdiv(outputs, block_o), parts)](
-        x,
-        out,
-        outputs,
-        length,
-        inner,
-        outer_step,
-        inner_step,
-        step,
-        part,
-        parts,
-        count,
-        OP=op,
-        DIVIDE=divide,
-        BLOCK_O=block_o,
-        BLOCK_R=block_r,
-        num_warps=WARPS,
-    )
+def tile(outputs, length, rows):
+    """Outputs and elements of a block: a few whole rows, or neighbouring columns and as many elements as fit."""
+    if rows:
+        block_r = min(triton.next_power_of_2(max(length, 1)), TILE)
+        # Few enough outputs a program that many programs run.
+        return min(TILE // block_r, triton.next_power_of_2(max(outputs // PROGRAMS, 1)), 64), block_r
+    block_o = min(triton.next_power_of_2(outputs), COLUMNS)
+    return block_o, min(triton.next_power_of_2(max(length, 1)), max(TILE // block_o, 1))
 
 
 def kernel_fn(x, dim=-1, keepdim=False, op="sum"):
@@ -166,23 +146,52 @@ def kernel_fn(x, dim=-1, keepdim=False, op="sum"):
     else:
         (_, outer_step), (inner, inner_step), step = outer, behind, strides[dim]
 
-    rows = along_rows(inner, inner_step, step)
-    tiles = outputs if rows else triton.cdiv(outputs, COLUMNS)
-    shortest = PART if rows else max(PART // 32, 1)
-    parts = (
-        min(triton.cdiv(PROGRAMS, tiles), triton.cdiv(max(length, 1), shortest))
-        if tiles < PROGRAMS // 2
-        else 1
-    )
-    part = triton.cdiv(max(length, 1), parts)
-    parts = triton.cdiv(max(length, 1), part)
+    # Whether the elements of one output lie closer together than neighbouring outputs.
+    rows = inner == 1 or 0 < step <= inner_step
+    block_o, block_r = tile(outputs, length, rows)
+    tiles, part, parts = triton.cdiv(outputs, block_o), max(length, 1), 1
+    if tiles < PROGRAMS // 2 and length > PART // block_o:
+        wanted = min(triton.cdiv(PROGRAMS, tiles), triton.cdiv(length, max(PART // block_o, 1)))
+        part = triton.cdiv(triton.cdiv(length, wanted), block_r) * block_r
+        parts = triton.cdiv(length, part)
     mean = op == "mean"
-    if parts == 1:
-        launch(
-            x, out, outputs, length, inner, outer_step, inner_step, step, max(part, 1), 1, length, op, mean
+    between = out if parts == 1 else torch.empty((outputs, parts), dtype=torch.float32, device=x.device)
+    reduce_kernel[(tiles, parts)](
+        x,
+        between,
+        outputs,
+        length,
+        inner,
+        outer_step,
+        inner_step,
+        step,
+        part,
+        parts,
+        length,
+        OP=op,
+        DIVIDE=mean and parts == 1,
+        BLOCK_O=block_o,
+        BLOCK_R=block_r,
+        num_warps=WARPS,
+    )
+    if parts > 1:
+        block_o, block_r = tile(outputs, parts, True)
+        reduce_kernel[(triton.cdiv(outputs, block_o), 1)](
+            between,
+            out,
+            outputs,
+            parts,
+            1,
+            parts,
+            0,
+            1,
+            parts,
+            1,
+            length,
+            OP=op,
+            DIVIDE=mean,
+            BLOCK_O=block_o,
+            BLOCK_R=block_r,
+            num_warps=WARPS,
         )
-        return out
-    between = torch.empty((outputs, parts), dtype=torch.float32, device=x.device)
-    launch(x, between, outputs, length, inner, outer_step, inner_step, step, part, parts, length, op, False)
-    launch(between, out, outputs, parts, 1, parts, 0, 1, parts, 1, length, op, mean)
     return out

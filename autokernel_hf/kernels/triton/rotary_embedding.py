@@ -76,22 +76,33 @@ def rotate_kernel(
     if HALF > 0:
         cos_row = cos_ptr + b * cos_batch + s.to(tl.int64) * cos_position
         sin_row = sin_ptr + b * sin_batch + s.to(tl.int64) * sin_position
-        i = tl.arange(0, BLOCK_HALF)
-        mask = inside[:, None] & (i < HALF)[None, :]
         if INTERLEAVED:
-            first, second = 2 * i, 2 * i + 1
+            # Both of a pair in one read of neighbours, told apart in registers.
+            e = tl.arange(0, 2 * BLOCK_HALF)
+            mask = inside[:, None] & (e < 2 * HALF)[None, :]
+            x = tl.load(x_ptr + x_row[:, None] + e[None, :], mask=mask, other=0.0).to(tl.float32)
+            cos = tl.load(cos_row[:, None] + e[None, :], mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(sin_row[:, None] + e[None, :], mask=mask, other=0.0).to(tl.float32)
+            a, c = tl.split(tl.reshape(x, (HEADS * POSITIONS, BLOCK_HALF, 2)))
+            cos_a, cos_b = tl.split(tl.reshape(cos, (HEADS * POSITIONS, BLOCK_HALF, 2)))
+            sin_a, sin_b = tl.split(tl.reshape(sin, (HEADS * POSITIONS, BLOCK_HALF, 2)))
+            y = tl.join(a * cos_a - c * sin_a, c * cos_b + a * sin_b)
+            y = tl.reshape(y, (HEADS * POSITIONS, 2 * BLOCK_HALF)).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] + e[None, :], y, mask=mask)
         else:
-            first, second = i, i + HALF
-        a = tl.load(x_ptr + x_row[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
-        c = tl.load(x_ptr + x_row[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-        cos_a = tl.load(cos_row[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
-        cos_b = tl.load(cos_row[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-        sin_a = tl.load(sin_row[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_row[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-        y_a = (a * cos_a - c * sin_a).to(out_ptr.dtype.element_ty)
-        y_b = (c * cos_b + a * sin_b).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_row[:, None] + first[None, :], y_a, mask=mask)
-        tl.store(out_ptr + out_row[:, None] + second[None, :], y_b, mask=mask)
+            first = tl.arange(0, BLOCK_HALF)
+            second = first + HALF
+            mask = inside[:, None] & (first < HALF)[None, :]
+            a = tl.load(x_ptr + x_row[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
+            c = tl.load(x_ptr + x_row[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+            cos_a = tl.load(cos_row[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
+            cos_b = tl.load(cos_row[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+            sin_a = tl.load(sin_row[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
+            sin_b = tl.load(sin_row[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+            y_a = (a * cos_a - c * sin_a).to(out_ptr.dtype.element_ty)
+            y_b = (c * cos_b + a * sin_b).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] + first[None, :], y_a, mask=mask)
+            tl.store(out_ptr + out_row[:, None] + second[None, :], y_b, mask=mask)
 
     if REST > 0:
         j = tl.arange(0, BLOCK_REST)
