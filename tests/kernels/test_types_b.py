@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from kernels.layer.layer import _validate_layer
+from kernels.layer.layer import _create_func_module, _validate_layer
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -774,23 +774,20 @@ def test_a_model_with_its_sites_replaced_gives_the_same_bits(model: str) -> None
 # --- the Hub's rules ----------------------------------------------------------------------------------------------
 
 
-class TheirRotary(nn.Module):
-    """What kernels makes of a decorated function: a module with the function's parameters."""
-
-    def forward(self, q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
+# A layer -> a modeling file whose function it replaces.
+ROTARY_OF = {layer: model for model, layer in ROTARY_FUNCTIONS.items() if layer is not None}
 
 
-class TheirVisionRotary(nn.Module):
-    def forward(self, q, k, cos, sin):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-
-def replaced_classes(name: str, layer: str) -> type[nn.Module]:
+def replaced_class(name: str, layer: str) -> type[nn.Module]:
     if name == "fused_mlp":
         return type(mlps()[layer])
     if name == "rotary_embedding":
-        return TheirVisionRotary if layer.endswith("Vision") else TheirRotary
+        vision = layer == "RotaryEmbeddingVision"
+        model = "qwen2_vl" if vision else ROTARY_OF[layer]
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        function = module.apply_rotary_pos_emb_vision if vision else module.apply_rotary_pos_emb
+        # transformers has made a module of the functions that it offers to kernelize.
+        return type(function) if isinstance(function, nn.Module) else _create_func_module(function)
     return {"Linear": nn.Linear, "Conv1D": Conv1D, "CrossEntropyLoss": nn.CrossEntropyLoss}[layer]
 
 
@@ -798,7 +795,7 @@ def replaced_classes(name: str, layer: str) -> type[nn.Module]:
 def test_layers_keep_the_rules_of_the_hub(name: str) -> None:
     for layer in kernel_type(name).layers:
         cls = layer_class(name, layer.name, lambda *args: args)
-        _validate_layer(check_cls=replaced_classes(name, layer.name), cls=cls, repo=f"layer {layer.name}")
+        _validate_layer(check_cls=replaced_class(name, layer.name), cls=cls, repo=f"layer {layer.name}")
         assert cls.can_torch_compile is True
         assert cls.has_backward is False
 
@@ -811,6 +808,47 @@ def test_attention_exports_what_transformers_looks_for() -> None:
     out, weights = names["flash_attn_forward"](nn.Module(), *[torch.zeros(1, 2, 3, 4)] * 3, None)
     assert out.shape == (1, 3, 2, 4)
     assert weights is None
+
+
+def calls_of_layers() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """A call of every layer, as (name, forward, arguments, options)."""
+    linear, conv, loss = nn.Linear(8, 6), Conv1D(6, 8), nn.CrossEntropyLoss()
+    yield "Linear", replaced(linear, "matmul", "Linear"), (torch.randn(2, 3, 8),), {}
+    yield "Conv1D", replaced(conv, "matmul", "Conv1D"), (torch.randn(2, 3, 8),), {}
+    target = torch.randint(8, (4,))
+    yield "loss", replaced(loss, "cross_entropy", "CrossEntropyLoss"), (torch.randn(4, 8), target), {}
+    for layer, module in mlps().items():
+        yield layer, replaced(module, "fused_mlp", layer), (torch.randn(2, 3, 32),), {}
+    q, k, cos, sin = (
+        torch.randn(2, 4, 5, 8),
+        torch.randn(2, 2, 5, 8),
+        torch.randn(1, 5, 8),
+        torch.randn(1, 5, 8),
+    )
+    for rotary in ROTARY_LAYERS:
+        forward = over_reference("rotary_embedding", rotary.name).forward
+        if rotary.name == "RotaryEmbeddingVision":
+            yield rotary.name, forward, (q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0]), {}
+        elif rotary.name == "RotaryEmbeddingHalfTables":
+            yield rotary.name, forward, (q, k, cos[..., :4], sin[..., :4]), {}
+        else:
+            yield rotary.name, forward, (q, k, cos, sin), {}
+    attention_forward = over_reference("flash_attention", "SDPAttention").forward
+    for attributes, call in list(attention_calls())[::3]:
+        module = nn.Module()
+        for key, value in attributes.items():
+            setattr(module, key, value)
+        yield "SDPAttention", attention_forward, (module,), call
+
+
+def test_layers_compile_without_a_graph_break() -> None:
+    for name, forward, args, options in calls_of_layers():
+        torch._dynamo.reset()
+        traced = torch.compile(forward, backend="eager", fullgraph=True)(*args, **options)
+        plain = forward(*args, **options)
+        pairs = zip(traced, plain, strict=True) if isinstance(plain, tuple) else [(traced, plain)]
+        for t, p in pairs:
+            assert t is p is None or torch.equal(t, p), name
 
 
 @pytest.mark.parametrize("name", TYPES)
