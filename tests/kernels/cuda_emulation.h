@@ -4,7 +4,7 @@
 // barrier shows as a result that depends on the order (forward, backward or shuffled) in which they run. Shared memory
 // is poisoned with NaN before every block and ends at an unreadable page; a bad access, a misaligned one, a barrier
 // that not all threads reach and a launch beyond a device's limits end the launch with an error instead of a result.
-// Asynchronous copies to shared memory happen as late as they may. Of PTX it knows mma.m16n8k16 and ldmatrix.
+// Asynchronous copies to shared memory happen as late as they may. Of PTX it knows mma.m16n8k16, ldmatrix, cp.async and ex2.
 //
 // cuda_emulation.py rewrites what a C++ compiler cannot read: <<<>>>, __shared__ and asm.
 #pragma once
@@ -128,7 +128,7 @@ constexpr size_t kStack = 256 * 1024;
 
 enum class Op { none, block_barrier, block_vote, warp_barrier, shuffle, mma, ldmatrix };
 
-struct Copy { void *to; const void *from; size_t bytes, zeros; };
+struct Copy { void *to; const void *from; size_t bytes; };
 
 struct Fiber {
   jmp_buf context;
@@ -507,9 +507,25 @@ inline float exp2_flushed(float x) {
   return fabsf(y) < 0x1p-126f ? 0.0f : y;
 }
 
-inline void finish(Copy &copy) {
-  memcpy(copy.to, copy.from, copy.bytes - copy.zeros);
-  memset((char *)copy.to + copy.bytes - copy.zeros, 0, copy.zeros);
+// cp.async of 16 bytes. It happens at the latest moment that the model allows: whoever reads without waiting reads what
+// was there before.
+inline void copy_async(uint32_t to, const void *from, int bytes) {
+  if (bytes < 0 || bytes > 16 || to % 16 != 0 || to + 16 > kArena || (uintptr_t)from % 16 != 0)
+    fail(cudaErrorIllegalAddress, "asynchronous copy of %d bytes from %p to shared address %u", bytes, from, to);
+  current->copies.back().push_back({arena + to, from, (size_t)bytes});
+}
+
+inline void commit_copies() { current->copies.emplace_back(); }
+
+inline void wait_for_copies(size_t groups) {
+  auto &copies = current->copies;
+  while (copies.size() > groups + 1) {
+    for (const Copy &copy : copies.front()) {
+      memcpy(copy.to, copy.from, copy.bytes);
+      memset((char *)copy.to + copy.bytes, 0, 16 - copy.bytes);
+    }
+    copies.erase(copies.begin());
+  }
 }
 
 }  // namespace emu
@@ -546,22 +562,6 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta) {
 }
 
 inline size_t __cvta_generic_to_shared(const void *p) { return (size_t)((const unsigned char *)p - emu::arena); }
-
-// Copies happen at the latest moment that the model allows: whoever reads without waiting reads poison.
-inline void __pipeline_memcpy_async(void *to, const void *from, size_t bytes, size_t zeros = 0) {
-  if ((bytes != 4 && bytes != 8 && bytes != 16) || zeros > bytes || (uintptr_t)to % bytes != 0 ||
-      (uintptr_t)from % bytes != 0)
-    emu::fail(cudaErrorIllegalAddress, "asynchronous copy of %zu bytes from %p", bytes, from);
-  emu::current->copies.back().push_back({to, from, bytes, zeros});
-}
-inline void __pipeline_commit() { emu::current->copies.emplace_back(); }
-inline void __pipeline_wait_prior(size_t groups) {
-  auto &copies = emu::current->copies;
-  while (copies.size() > groups + 1) {
-    for (auto &copy : copies.front()) emu::finish(copy);
-    copies.erase(copies.begin());
-  }
-}
 
 inline cudaError_t cudaGetLastError() {
   const int code = emu::last_error;

@@ -228,7 +228,7 @@ _LDMATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shar
 def _ptx(match: re.Match[str]) -> str:
     text = match[1]
     code = "".join(re.findall(r'"([^"]*)"', text.split(":")[0]))
-    operands = re.findall(r'"[+=]?[frl]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
+    operands = re.findall(r'"[+=]?[frln]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
     if mma := _MMA.match(code):
         order = re.findall(r"%(\d+)", code)
         assert len(operands) == 10 and order[:10] == [str(i) for i in range(10)], text
@@ -240,6 +240,12 @@ def _ptx(match: re.Match[str]) -> str:
         out = "; ".join(f"{operand} = emu_r[{i}]" for i, operand in enumerate(operands[:-1]))
         transposed = "true" if load[2] else "false"
         return f"{{ uint32_t emu_r[{n}]; emu::ldmatrix<{n}, {transposed}>(emu_r, {operands[-1]}); {out}; }}"
+    if code == "cp.async.cg.shared.global [%0], [%1], 16, %2;":
+        return f"emu::copy_async({', '.join(operands)});"
+    if code == "cp.async.commit_group;":
+        return "emu::commit_copies();"
+    if code == "cp.async.wait_group %0;":
+        return f"emu::wait_for_copies({operands[0]});"
     if re.fullmatch(r"ex2\.approx\.ftz\.f32 %0, %1;", code.strip()):
         return f"{operands[0]} = emu::exp2_flushed({operands[1]});"
     raise ValueError(f"PTX that the emulation does not know: {code}")

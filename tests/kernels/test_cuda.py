@@ -353,7 +353,7 @@ def test_emulation_sees_work_on_another_stream(workshop: Workshop) -> None:
 
 
 def test_emulation_sees_a_copy_that_nobody_waited_for(workshop: Workshop) -> None:
-    kernel = mutant("fused_mlp", "__pipeline_wait_prior(C::stages - 2);", "", workshop.folder)
+    kernel = mutant("fused_mlp", "wait_for_groups<C::stages - 2>();", "", workshop.folder)
     (out,) = kernel(inputs("fused_mlp", "float16", M=16, D=64, H=64))
     assert bool(out.isnan().any())
 

@@ -6,7 +6,6 @@
 // left operand. float32 is computed in float32. Tiles that causality or the window hides as a whole are never read.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include "autokernel.h"
@@ -133,6 +132,22 @@ __device__ __forceinline__ float reference(float max) { return max == -INFINITY 
 
 // --- tensor cores ---
 
+// 16 bytes to shared memory, some time before wait_for_groups: the first `bytes` from memory, zeros after them.
+__device__ __forceinline__ void copy_later(void *to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Until all of this thread's groups but the last N are here.
+template <int N>
+__device__ __forceinline__ void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
+
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void *p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -192,7 +207,7 @@ __device__ __forceinline__ void load_rows(T *tile, const T *data, int64_t stride
       const int column = i % kChunks * 8, left = row < rows ? width - column : 0;
       const int count = left < 8 ? left > 0 ? left : 0 : 8;
       const T *from = count > 0 ? data + row * stride + column : data;
-      __pipeline_memcpy_async(tile + i / kChunks * (WIDTH + 8) + column, from, 16, 16 - 2 * count);
+      copy_later(tile + i / kChunks * (WIDTH + 8) + column, from, 2 * count);
     }
     return;
   }
@@ -244,7 +259,7 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
     load_rows<T, S::rows, WIDTH, S::threads>(q_tile, q, a.q_strides.token, a.q_packs, top, p.q_length, a.D);
     if (range.begin < range.end)
       load_rows<T, S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, range.begin, p.k_length, a.D);
-    __pipeline_commit();
+    end_group();
 
     float sums[S::tiles][WIDTH / 8][4] = {};
     float max[S::tiles][2], weight[S::tiles][2];  // of rows g and g + 8; the weights of this lane's columns only
@@ -255,10 +270,10 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
     }
 
     for (int64_t first = range.begin; first < range.end; first += S::keys) {
-      __pipeline_wait_prior(0);
+      wait_for_groups<0>();
       __syncthreads();  // q and k are here, and everyone is done with v
       load_rows<T, S::keys, WIDTH, S::threads>(v_tile, v, a.v_strides.token, a.v_packs, first, p.k_length, a.Dv);
-      __pipeline_commit();
+      end_group();
 
       float scores[S::tiles][S::keys / 8][4] = {};
 #pragma unroll 2
@@ -345,12 +360,12 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
         }
       }
 
-      __pipeline_wait_prior(0);
+      wait_for_groups<0>();
       __syncthreads();  // v is here, and everyone is done with k
       if (first + S::keys < range.end)
         load_rows<T, S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, first + S::keys, p.k_length,
                                                  a.D);
-      __pipeline_commit();
+      end_group();
 #pragma unroll
       for (int n = 0; n < S::keys / 16; n++) {
         uint32_t weights[S::tiles][4];
@@ -399,7 +414,7 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
         }
       }
     }
-    __pipeline_wait_prior(0);
+    wait_for_groups<0>();
     __syncthreads();  // everyone is done with q before the next tile's
   }
 }

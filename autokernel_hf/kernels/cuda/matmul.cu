@@ -8,7 +8,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
-#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -182,6 +181,22 @@ __device__ __forceinline__ Place place_of(int64_t block, int64_t tiles_m, int64_
 
 // --- tensor cores ---
 
+// 16 bytes to shared memory, some time before wait_for_groups: the first `bytes` from memory, zeros after them.
+__device__ __forceinline__ void copy_later(void *to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Until all of this thread's groups but the last N are here.
+template <int N>
+__device__ __forceinline__ void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
+
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void *p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -239,7 +254,7 @@ __device__ __forceinline__ void load_tile(T *tile, const Dense<S> &matrix, int64
         const int64_t r = row + i / kChunks, c = column + i % kChunks * 8, left = r < rows ? columns - c : 0;
         const int count = left < 8 ? left > 0 ? (int)left : 0 : 8;
         const S *from = count > 0 ? matrix.data + r * matrix.stride + c : matrix.data;
-        __pipeline_memcpy_async(tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8, from, 16, 16 - 2 * count);
+        copy_later(tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8, from, 2 * count);
       }
       return;
     }
@@ -298,14 +313,14 @@ __global__ void __launch_bounds__(C::threads)
       else
         load_tile<T, S, C::k, C::n, C::threads>(b_tile, b, k, place.column, K, N);
     }
-    __pipeline_commit();  // an empty group too: the count of groups tells the step
+    end_group();  // an empty group too: the count of groups tells the step
   };
 
   float sums[C::warp_m / 16][C::warp_n / 8][4] = {};
 #pragma unroll 1
   for (int s = 0; s < C::stages - 1; s++) fetch(s);
   for (int64_t step = 0; step < steps; step++) {
-    __pipeline_wait_prior(C::stages - 2);
+    wait_for_groups<C::stages - 2>();
     __syncthreads();  // this step's tiles are here, and everyone is done with those that the next fetch overwrites
     fetch(step + C::stages - 1);
     const T *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
@@ -332,7 +347,7 @@ __global__ void __launch_bounds__(C::threads)
           multiply(sums[i][j], a_part[i], b_part[j / 2][j % 2 * 2], b_part[j / 2][j % 2 * 2 + 1], T());
     }
   }
-  __pipeline_wait_prior(0);
+  wait_for_groups<0>();
   __syncthreads();  // the tiles' memory is free
 
   float *mine = reinterpret_cast<float *>(memory) + warp * Layout::warp_sums;
