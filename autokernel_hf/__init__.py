@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autokernel_hf.version import __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
     from autokernel_hf.records import RunRecord
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "apply", "load", "optimize", "restore"]
 
 _SPEC_FIELDS = frozenset(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jinja2
 
-from autokernel_hf import __version__, contract, packages
+from autokernel_hf import contract, packages
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels.base import KernelType
 from autokernel_hf.records import (
@@ -32,6 +32,7 @@ from autokernel_hf.records import (
 )
 from autokernel_hf.runs import RunSettings
 from autokernel_hf.sources import example_call
+from autokernel_hf.version import __version__
 
 # Names by which transformers' modeling files mark what kernelize may replace (5.20 to 5.22).
 TRANSFORMERS_HOOKS = frozenset(

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autokernel_hf import __version__
 from autokernel_hf.errors import HubError, UsageError
 from autokernel_hf.packages import BYTECODE, is_name
+from autokernel_hf.version import __version__
 
 logger = logging.getLogger(__name__)
 
