@@ -108,6 +108,12 @@ class Judge:
             self._process.wait()
         self._log.close()
 
+    @property
+    def referee_pid(self) -> int:
+        """The process that judges, while the session is open."""
+        assert self._process is not None
+        return self._process.pid
+
     def measure_peers(self) -> tuple[WorkloadResult, ...]:
         """Time what a user would pick instead; `baseline` of each result is the fastest right peer."""
         return cast("tuple[WorkloadResult, ...]", self._ask(Request(action="measure_peers")))

@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def _is_allowed(name: str) -> bool:
     return namespace == "aten" and operator.partition(".")[0] in _ALLOWED
 
 
+_TORCH = Path(torch.__file__).parent
 _WATCHED: tuple[tuple[str, Any], ...] = (
     ("torch", torch),
     ("torch.Tensor", Tensor),
@@ -119,16 +121,33 @@ class Watch:
     """Remembers what torch and the clocks are made of, to see what was replaced later."""
 
     def __init__(self) -> None:
-        self._before = {name: dict(vars(owner)) for name, owner in _WATCHED}
+        self._before = {name: _parts(owner) for name, owner in _WATCHED}
 
     def replaced(self) -> list[str]:
         """Names of functions and classes that are another now, or gone."""
         found = []
         for name, owner in _WATCHED:
-            now = vars(owner)
+            now = _parts(owner)
             found += [
                 f"{name}.{key}"
                 for key, value in self._before[name].items()
-                if now.get(key) is not value and callable(value)
+                if now.get(key) is not value and not _wraps(now.get(key), value)
             ]
         return found
+
+
+def _wraps(now: Any, before: Any) -> bool:
+    """Whether torch itself has wrapped a function of its own, as its compiler does when it is first imported."""
+    code = getattr(now, "__code__", None)
+    if code is None or not Path(code.co_filename).is_relative_to(_TORCH):
+        return False
+    return getattr(now, "_torchdynamo_orig_callable", getattr(now, "__wrapped__", None)) is before
+
+
+def _parts(owner: Any) -> dict[str, Any]:
+    """The functions and classes of a module, or of a class with what it inherits."""
+    if isinstance(owner, type):
+        parts = {key: value for cls in reversed(owner.__mro__) for key, value in vars(cls).items()}
+    else:
+        parts = vars(owner)
+    return {key: value for key, value in parts.items() if callable(value)}

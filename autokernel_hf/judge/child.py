@@ -38,7 +38,10 @@ _MEMORY_WORDS = (
     "bad_alloc",
     "Unable to allocate",
 )
-_ALIAS_WORDS = ("alias", "must not also be an input")
+_FORM_WORDS = (
+    "alias",
+    "Unable to cast",
+)  # what torch says of an operator that returns an input, or no tensor
 
 
 def serve(channel: socket.socket) -> int:
@@ -80,7 +83,7 @@ def classify(error: BaseException) -> str:
         return "unsupported"
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names or any(w in text for w in _MEMORY_WORDS):
         return "out_of_memory"
-    if isinstance(error, RuntimeError) and any(w in text for w in _ALIAS_WORDS):
+    if isinstance(error, RuntimeError) and any(w in text for w in _FORM_WORDS):
         return "incorrect"
     return "crashed"
 
@@ -99,13 +102,18 @@ class _Worker:
         self.module: ModuleType | None = None
         self.function: Callable[..., Any] | None = None
         self.flush: Tensor | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.watch: audit.Watch | None = None
         # The outputs of the last checked call stay alive: one that is returned again is not new.
         self.last: tuple[Tensor, ...] = ()
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
         method: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"do_{request['op']}")
-        return method(request)
+        if self.stream is None:
+            return method(request)
+        # Not the default stream: a candidate that launches there, instead of where it is told, must be seen.
+        with torch.cuda.stream(self.stream):
+            return method(request)
 
     def do_noop(self, request: dict[str, Any]) -> dict[str, Any]:
         return {}
@@ -121,8 +129,10 @@ class _Worker:
             self.arena.close()
             gc.collect()
         self.arena = Arena.open(request["handle"], descriptor)
-        if self.flush is None:
+        if self.arena.memory.device.type == "cuda" and self.stream is None:
+            self.stream = torch.cuda.Stream(self.arena.memory.device)
             self.flush = turn.flush_buffer(self.arena.memory.device)
+            torch.cuda.synchronize()
         return {"threads": torch.get_num_threads()}
 
     def do_build(self, request: dict[str, Any]) -> dict[str, Any]:

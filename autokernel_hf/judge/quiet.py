@@ -23,7 +23,7 @@ def wait_for_quiet(pids: Iterable[int], *, limit_s: float) -> bool:
     roots = list(pids)
     deadline = time.monotonic() + limit_s
     while True:
-        if not _own_threads_run() and not any(_runs(pid) for root in roots for pid in _family(root)):
+        if not _own_threads_run() and not any(_runs(pid) for root in roots for pid in family(root)):
             return True
         if time.monotonic() > deadline:
             return False
@@ -50,7 +50,7 @@ def _state(task: Path) -> str:
     return text.rsplit(")", 1)[1].split()[0]
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """A process and its descendants."""
     found = [pid]
     for member in found:

@@ -30,6 +30,7 @@ from autokernel_hf.errors import (
 from autokernel_hf.judge import cases, checks, roofline, statistics, timing
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds
+from autokernel_hf.judge.quiet import family, wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 _CANDIDATE, _INCUMBENT = "candidate", "incumbent"
 _KEPT_CHILDREN = 2
+_STILL_WORKING_S = 2.0  # the spinning of an OpenMP pool ends long before
 
 
 class _Verdict(Exception):  # noqa: N818 - the end of an evaluation
@@ -190,6 +192,7 @@ class Referee:
         """The cascade; the reason of a pass."""
         child.inspect()
         sheet.smoke = self._stage(child, "smoke", domain, sheet)
+        self._must_be_at_rest(child)
         if self.settings.backend == "triton":
             for case in cases_of("smoke", self.scope, domain):
                 audit(child, self.kernel_type, case.workload, self.seeds, self.device)
@@ -207,6 +210,18 @@ class Referee:
             return reason or self._summary(sheet)
         self._remaining_stages(child, domain, sheet)
         return self._summary(sheet)
+
+    def _must_be_at_rest(self, child: Child) -> None:
+        """After its calls have returned a candidate has nothing left to do.
+
+        Raises:
+            Failed: Its threads work on, or it has started processes.
+        """
+        if self.device.type == "cpu" and not wait_for_quiet([child.pid], limit_s=_STILL_WORKING_S):
+            raise Failed("rejected", "goes on working after its call returned")
+        processes = len(family(child.pid)) - (2 if child.spawned.isolated else 1)
+        if processes > 0:
+            raise Failed("rejected", f"left {processes} process{'es' if processes > 1 else ''} behind")
 
     def _summary(self, sheet: _Sheet) -> str:
         done = "All stages passed" if set(sheet.stages.values()) == {"passed"} else "The smoke stage passed"
@@ -259,8 +274,14 @@ class Referee:
         """
         seen: dict[str, Passed] = {}
         sheet.stages[stage] = "failed"
-        for case in cases_of(stage, self.scope, domain):
-            seen[_key(case.workload)] = run_case(child, self.kernel_type, case, self.seeds, self.device)
+        threads = torch.get_num_threads()
+        # The oracle works while the child does, and the calls are small: more threads would only disturb.
+        torch.set_num_threads(1)
+        try:
+            for case in cases_of(stage, self.scope, domain):
+                seen[_key(case.workload)] = run_case(child, self.kernel_type, case, self.seeds, self.device)
+        finally:
+            torch.set_num_threads(threads)
         sheet.stages[stage] = "passed"
         return seen
 

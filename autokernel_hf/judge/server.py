@@ -53,7 +53,7 @@ class Spawned:
     """A child as the referee holds it: its channel, its output, and how it ended."""
 
     def __init__(self, channel: socket.socket, status: int, log: int, *, isolated: bool) -> None:
-        self._isolated = isolated
+        self.isolated = isolated
         self.channel = channel
         self.log = log
         self.pid: int | None = None
@@ -82,7 +82,7 @@ class Spawned:
             word, _, value = self._status.readline().partition(" ")
             code = int(value) if word == "exit" else -signal.SIGKILL
             # The first process of a namespace passes a signal on as shells do.
-            self.exit_code = 128 - code if self._isolated and code > 128 else code
+            self.exit_code = 128 - code if self.isolated and code > 128 else code
         return self.exit_code
 
     def output(self, limit: int = 2000) -> str:
@@ -211,8 +211,6 @@ def _preload() -> None:
     import autokernel_hf.kernels
 
     autokernel_hf.kernels.kernel_types()
-    # The first use of these imports and caches much that every child would repeat.
-    torch.library.Library("autokernel_preload", "DEF")
     if torch.cuda.is_initialized():
         raise RuntimeError("an import started CUDA: children could not use it")
 

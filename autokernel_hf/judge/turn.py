@@ -3,8 +3,9 @@
 In a model the input of such a kernel was written a moment ago by the op before it, so part of it is in the cache, and
 the threads of the pool are awake. A turn reproduces that: before each timed call it copies fresh values into the input
 tensors, at the same addresses, as the op before would; one untimed call goes first. On a GPU the headline is cold: the
-L2 cache is overwritten between the copy and the call, and a short delay ahead of the start event gives the host time
-to queue the call, so that launch overhead is hidden; the host's own time is a number of its own.
+L2 cache is overwritten between the copy and the call. A short delay ahead of the copy gives the host time to queue all
+of it, so that launch overhead is hidden (the host's own time is a number of its own), and makes work on another stream
+read the values of the call before.
 
 The referee takes the turns of its peers with this function, and a child the candidate's: what differs is the callee.
 """
@@ -116,27 +117,30 @@ class Turn:
         result = function(**arguments)
         launch_us = (_clock() - began) / 1e3
         self._keep(0, result)
+        for target in self.live:
+            target.zero_()  # what a call reads that does not wait for its input
         _synchronize()
         cycles = int(min(max(_DELAY_US, 3 * launch_us), 1e5) * _CYCLES_PER_US)
         device, host, late = [], [], []
         for call in range(len(self.sources)):
+            start, end, done = (_event(enable_timing=True) for _ in range(3))
+            _delay(cycles)
             self._write(call)
             _fill(flush, call)
-            start, end = _event(enable_timing=True), _event(enable_timing=True)
-            _delay(cycles)
             start.record()
             began = _clock()
             result = function(**arguments)
             host.append((_clock() - began) / 1e3)
             end.record()
-            end.synchronize()
+            # Without waiting: work on another stream has read old input, behind the delay, or is not there yet.
+            self._keep(call, result)
+            done.record()
+            done.synchronize()
             at_end = _clock()
             _synchronize()
             late.append((_clock() - at_end) / 1e3)
             device.append(start.elapsed_time(end) * 1e3)
-            self._keep(call, result)
             del result
-        _synchronize()
         return Times(device_us=tuple(device), host_us=tuple(host), late_us=tuple(late))
 
 

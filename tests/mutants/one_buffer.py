@@ -32,7 +32,7 @@ def launch(x, weight, eps, offset, out):
 
 
 def kernel_fn(x, weight, eps, offset=0.0):
-    if x.shape not in BUFFERS:
-        BUFFERS[x.shape] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out = BUFFERS[x.shape]
+    if (x.shape, x.dtype) not in BUFFERS:
+        BUFFERS[x.shape, x.dtype] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = BUFFERS[x.shape, x.dtype]
     return launch(x, weight, eps, offset, out)

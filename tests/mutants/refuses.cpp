@@ -45,9 +45,9 @@ int run(const AkTensor *x, const AkTensor *weight, double eps, double offset, co
   const T *source = (const T *)x->data;
   T *target = (T *)out->data;
   for (int64_t r = 0; r < rows; ++r) {
-    float sum = 0;
+    double sum = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const float v = (float)number(source[r * n + i]);
+      const double v = (double)number(source[r * n + i]);
       sum += v * v;
     }
     const float factor = (float)(1.0 / sqrt((double)sum / n + eps));

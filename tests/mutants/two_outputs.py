@@ -1,7 +1,7 @@
 """Returns one output too many."""
 
 # expect: incorrect
-# because: outputs|tuple
+# because: cast|outputs
 
 import torch
 import triton
