@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t kSpan = 131072;   // tune(algorithm): 1024, 4096, 16384, 131072, 1073741824
+constexpr int64_t kSpan = 131072;   // tune(algorithm): 1024, 4096, 131072, 1073741824
 constexpr bool kRecompute = false;  // tune(algorithm): false, true
 constexpr int kUnroll = 4;          // tune(compute): 1, 2, 4, 8
 constexpr int64_t kBlock = 16384;   // tune(block): 1024, 4096, 16384, 65536
@@ -31,21 +31,15 @@ typedef float F __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint16_t H __attribute__((vector_size(2 * W)));
+typedef F LooseF __attribute__((aligned(4), may_alias));  // anywhere in memory
+typedef H LooseH __attribute__((aligned(2), may_alias));
 
 inline F splat(float value) { return value - F{}; }
 
-inline F load(const float *p) {
-  F v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
+inline F load(const float *p) { return *(const LooseF *)p; }
 
 // bfloat16
-inline F load(const uint16_t *p) {
-  H h;
-  memcpy(&h, p, sizeof h);
-  return (F)(__builtin_convertvector(h, U) << 16);
-}
+inline F load(const uint16_t *p) { return (F)(__builtin_convertvector(*(const LooseH *)p, U) << 16); }
 
 inline F load(const _Float16 *p) {
 #if defined(__AVX512F__)
@@ -53,25 +47,18 @@ inline F load(const _Float16 *p) {
 #elif defined(__F16C__)
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
-  H h;
-  memcpy(&h, p, sizeof h);
-  const U bits = __builtin_convertvector(h, U), magnitude = bits & 0x7fff;
+  const U bits = __builtin_convertvector(*(const LooseH *)p, U), magnitude = bits & 0x7fff;
   const F scaled = (F)(magnitude << 13) * 0x1p112f;  // moves the exponent's bias, denormals included
   const U special = (U)(magnitude >= 0x7c00) & 0x7f800000;
   return (F)((U)scaled | special | (bits & 0x8000) << 16);
 #endif
 }
 
-inline void store(float *p, F v) { memcpy(p, &v, sizeof v); }
-
-inline H bfloat16(F v) {
-  const U bits = (U)v, nearest = bits + 0x7fff + ((bits >> 16) & 1);
-  return __builtin_convertvector((v != v ? bits | 0x400000 : nearest) >> 16, H);
-}
+inline void store(float *p, F v) { *(LooseF *)p = v; }
 
 inline void store(uint16_t *p, F v) {
-  const H h = bfloat16(v);
-  memcpy(p, &h, sizeof h);
+  const U bits = (U)v, nearest = bits + 0x7fff + ((bits >> 16) & 1);
+  *(LooseH *)p = __builtin_convertvector((v != v ? bits | 0x400000 : nearest) >> 16, H);
 }
 
 inline void store(_Float16 *p, F v) {
@@ -86,16 +73,27 @@ inline void store(_Float16 *p, F v) {
   const U finite = magnitude < 0x38800000 ? denormal : normal;
   const U special = magnitude > 0x7f800000 ? U{} + 0x7e00 : U{} + 0x7c00;
   const U half = (magnitude >= 0x47800000 ? special : finite) | (bits >> 16 & 0x8000);
-  const H h = __builtin_convertvector(half, H);
-  memcpy(p, &h, sizeof h);
+  *(LooseH *)p = __builtin_convertvector(half, H);
 #endif
 }
 
-// The first n < W elements; the other lanes are 0.
+// n <= W elements, without a call: around one, GCC keeps vectors in memory.
+template <typename T>
+inline void copy_part(T *to, const T *from, int64_t n) {
+  for (int size = W; size > 0; size /= 2) {
+    if (n & size) {
+      memcpy(to, from, size * sizeof(T));
+      to += size;
+      from += size;
+    }
+  }
+}
+
+// The first n <= W elements; the other lanes are 0.
 template <typename T>
 inline F load_part(const T *p, int64_t n) {
   T part[W] = {};
-  memcpy(part, p, n * sizeof(T));
+  copy_part(part, p, n);
   return load(part);
 }
 
@@ -103,7 +101,7 @@ template <typename T>
 inline void store_part(T *p, F v, int64_t n) {
   T part[W];
   store(part, v);
-  memcpy(p, part, n * sizeof(T));
+  copy_part(p, part, n);
 }
 
 // e^t to about one unit in the last place; inf, 0, denormals and NaN as in IEEE arithmetic.
@@ -134,21 +132,21 @@ inline F keep(F v, int64_t n, float rest) {
   return lane < (int32_t)n ? v : splat(rest);
 }
 
-// Half a vector of float, and the same as double.
-typedef float HalfF __attribute__((vector_size(2 * W)));
-typedef double D __attribute__((vector_size(4 * W)));
+#if defined(__AVX512F__)
+#define LOW_HALF 0, 1, 2, 3, 4, 5, 6, 7
+#define HIGH_HALF 8, 9, 10, 11, 12, 13, 14, 15
+#elif defined(__AVX2__)
+#define LOW_HALF 0, 1, 2, 3
+#define HIGH_HALF 4, 5, 6, 7
+#else
+#define LOW_HALF 0, 1
+#define HIGH_HALF 2, 3
+#endif
 
-inline D low(F v) {
-  HalfF half;
-  memcpy(&half, &v, sizeof half);
-  return __builtin_convertvector(half, D);
-}
+typedef double D __attribute__((vector_size(4 * W)));  // half as many lanes
 
-inline D high(F v) {
-  HalfF half;
-  memcpy(&half, (const char *)&v + sizeof half, sizeof half);
-  return __builtin_convertvector(half, D);
-}
+inline D low(F v) { return __builtin_convertvector(__builtin_shufflevector(v, v, LOW_HALF), D); }
+inline D high(F v) { return __builtin_convertvector(__builtin_shufflevector(v, v, HIGH_HALF), D); }
 
 inline double sum(D v) {
   double total = 0.0;
