@@ -57,7 +57,7 @@ struct Rows {
   }
 };
 
-enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kKinds };
+enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kAny };
 
 // x * sigmoid(u). 16-bit results do not see the last bits of the fast exponential and quotient.
 template <typename T>
@@ -78,9 +78,25 @@ __device__ __forceinline__ float act(float x) {
   return x;
 }
 
+// The same with the kind known at run time only: enough for single elements, which are bound by their loads.
+template <typename T, int KIND>
+__device__ __forceinline__ float act(float x, int kind) {
+  if constexpr (KIND != kAny) return act<T, KIND>(x);
+  switch (kind) {
+    case kGelu: return act<T, kGelu>(x);
+    case kGeluTanh:
+    case kGeluNew: return act<T, kGeluTanh>(x);
+    case kQuickGelu: return act<T, kQuickGelu>(x);
+    case kSilu: return act<T, kSilu>(x);
+    case kRelu: return act<T, kRelu>(x);
+    case kRelu2: return act<T, kRelu2>(x);
+    default: return x;
+  }
+}
+
 template <typename T, int KIND, int V>
 __global__ void __launch_bounds__(kThreads, 1)
-    activate(const T *__restrict__ x, Rows rows, T *__restrict__ out, int64_t M, int64_t N) {
+    activate(const T *__restrict__ x, Rows rows, T *__restrict__ out, int64_t M, int64_t N, int kind) {
   const int64_t packs = N / V, step = (int64_t)gridDim.x * blockDim.x;
   const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < M;
@@ -96,11 +112,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int u = 0; u < kUnroll; u++) {
         if (first + u * step >= packs) continue;
 #pragma unroll
-        for (int i = 0; i < V; i++) pack[u].v[i] = from_float<T>(act<T, KIND>(to_float(pack[u].v[i])));
+        for (int i = 0; i < V; i++) pack[u].v[i] = from_float<T>(act<T, KIND>(to_float(pack[u].v[i]), kind));
         store<T, V>(y + (first + u * step) * V, pack[u]);
       }
     }
-    for (int64_t i = packs * V + thread; i < N; i += step) y[i] = from_float<T>(act<T, KIND>(to_float(in[i])));
+    for (int64_t i = packs * V + thread; i < N; i += step) y[i] = from_float<T>(act<T, KIND>(to_float(in[i]), kind));
   }
 }
 
@@ -168,12 +184,13 @@ int run(const AkTensor *x, int32_t kind, const AkTensor *out, cudaStream_t strea
   const dim3 grid((unsigned)(across < 0x7fffffff ? across : 0x7fffffff), (unsigned)(down < 65535 ? down : 65535));
   const T *in = static_cast<const T *>(x->data);
   T *y = static_cast<T *>(out->data);
+  if (kind < 0 || kind >= kAny) return AK_UNSUPPORTED;
+  if (!packed) {
+    activate<T, kAny, 1><<<grid, block, 0, stream>>>(in, rows, y, M, N, kind);
+    return (int)cudaGetLastError();
+  }
   return with_kind(kind, [&](auto k) {
-    constexpr int K = decltype(k)::value;
-    if (packed)
-      activate<T, K, V><<<grid, block, 0, stream>>>(in, rows, y, M, N);
-    else
-      activate<T, K, 1><<<grid, block, 0, stream>>>(in, rows, y, M, N);
+    activate<T, decltype(k)::value, V><<<grid, block, 0, stream>>>(in, rows, y, M, N, kind);
     return (int)cudaGetLastError();
   });
 }

@@ -1,7 +1,7 @@
 // kernel_type: cross_entropy
 //
-// loss = log(sum(exp(x))) - x[target], smoothed towards the mean of x, row by row, in fp32: every row is read once, with
-// a running maximum and sum of exponentials, in 16-byte packs between a ragged head and tail. "mean" and "sum" then add
+// loss = log(sum(exp(x))) - x[target], smoothed towards the mean of x, row by row, in fp32: every row is read once,
+// with a running maximum and sum of exponentials, in 16-byte packs between a ragged head and tail. "mean" and "sum" then add
 // up the rows' losses in one block, in a fixed order, so that the result never varies.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -103,7 +103,8 @@ struct Seen {
 
 __device__ __forceinline__ Seen seen_of(const Attention &a, const Problem &p, int64_t row, int64_t first, int keys) {
   const int64_t diagonal = row + p.k_length - p.q_length - first, left = p.k_length - first;
-  int64_t begin = a.window > 0 ? diagonal - a.window + 1 : 0, end = a.causal && diagonal + 1 < left ? diagonal + 1 : left;
+  int64_t begin = a.window > 0 ? diagonal - a.window + 1 : 0;
+  int64_t end = a.causal && diagonal + 1 < left ? diagonal + 1 : left;
   begin = begin < 0 ? 0 : begin > keys ? keys : begin;
   end = end < 0 ? 0 : end > keys ? keys : end;
   return {(int)begin, (int)end};

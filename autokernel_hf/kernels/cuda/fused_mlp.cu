@@ -1,7 +1,7 @@
 // kernel_type: fused_mlp
 //
-// y = (act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)) @ w_down.T + b_down, as two or three products that do everything
-// else on their way out: the gate's goes to the workspace, the second one turns it into the hidden values where it
+// y = (act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)) @ w_down.T + b_down, as two or three products that do
+// everything else on their way out: the gate's goes to the workspace, the second one turns it into the hidden values where it
 // lies, the last one reads them. 16-bit operands go through the tensor cores (mma.m16n8k16, fp32 sums) from tiles that
 // asynchronous copies bring to shared memory some stages ahead; float32 is multiplied as float32.
 #include <cuda_bf16.h>
@@ -120,7 +120,8 @@ __device__ __forceinline__ void emit(const float *sums, const Epilogue &e, T *ou
     values[i] = sums[i];
     if (e.bias == NULL || i >= count) continue;
     const int64_t at = (column + i) * e.bias_stride;
-    values[i] += e.bias_is_float ? static_cast<const float *>(e.bias)[at] : to_float(static_cast<const T *>(e.bias)[at]);
+    values[i] += e.bias_is_float ? static_cast<const float *>(e.bias)[at]
+                                 : to_float(static_cast<const T *>(e.bias)[at]);
   }
 #pragma unroll
   for (int i = 0; i < 8; i++) factors[i] = 1.0f;

@@ -58,7 +58,7 @@ struct Rows {
   }
 };
 
-enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kKinds };
+enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kAny };
 
 // x * sigmoid(u). 16-bit results do not see the last bits of the fast exponential and quotient.
 template <typename T>
@@ -79,10 +79,26 @@ __device__ __forceinline__ float act(float x) {
   return x;
 }
 
+// The same with the kind known at run time only: enough for single elements, which are bound by their loads.
+template <typename T, int KIND>
+__device__ __forceinline__ float act(float x, int kind) {
+  if constexpr (KIND != kAny) return act<T, KIND>(x);
+  switch (kind) {
+    case kGelu: return act<T, kGelu>(x);
+    case kGeluTanh:
+    case kGeluNew: return act<T, kGeluTanh>(x);
+    case kQuickGelu: return act<T, kQuickGelu>(x);
+    case kSilu: return act<T, kSilu>(x);
+    case kRelu: return act<T, kRelu>(x);
+    case kRelu2: return act<T, kRelu2>(x);
+    default: return x;
+  }
+}
+
 template <typename T, int KIND, int V>
 __global__ void __launch_bounds__(kThreads, 1)
     activate(const T *__restrict__ gate, Rows gate_rows, const T *__restrict__ up, Rows up_rows, T *__restrict__ out,
-             int64_t M, int64_t N) {
+             int64_t M, int64_t N, int kind) {
   const int64_t packs = N / V, step = (int64_t)gridDim.x * blockDim.x;
   const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < M;
@@ -104,12 +120,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (pack >= packs) continue;
 #pragma unroll
         for (int i = 0; i < V; i++)
-          gates[k].v[i] = from_float<T>(act<T, KIND>(to_float(gates[k].v[i])) * to_float(ups[k].v[i]));
+          gates[k].v[i] = from_float<T>(act<T, KIND>(to_float(gates[k].v[i]), kind) * to_float(ups[k].v[i]));
         store<T, V>(y + pack * V, gates[k]);
       }
     }
     for (int64_t i = packs * V + thread; i < N; i += step)
-      y[i] = from_float<T>(act<T, KIND>(to_float(g[i])) * to_float(u[i]));
+      y[i] = from_float<T>(act<T, KIND>(to_float(g[i]), kind) * to_float(u[i]));
   }
 }
 
@@ -178,12 +194,13 @@ int run(const AkTensor *gate, const AkTensor *up, int32_t kind, const AkTensor *
   const dim3 grid((unsigned)(across < 0x7fffffff ? across : 0x7fffffff), (unsigned)(down < 65535 ? down : 65535));
   const T *g = static_cast<const T *>(gate->data), *u = static_cast<const T *>(up->data);
   T *y = static_cast<T *>(out->data);
+  if (kind < 0 || kind >= kAny) return AK_UNSUPPORTED;
+  if (!packed) {
+    activate<T, kAny, 1><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N, kind);
+    return (int)cudaGetLastError();
+  }
   return with_kind(kind, [&](auto k) {
-    constexpr int K = decltype(k)::value;
-    if (packed)
-      activate<T, K, V><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N);
-    else
-      activate<T, K, 1><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N);
+    activate<T, decltype(k)::value, V><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N, kind);
     return (int)cudaGetLastError();
   });
 }

@@ -1,9 +1,9 @@
 // kernel_type: reduce
 //
-// Sum, mean, maximum, minimum or product along one dimension. Dense rows are shared by the threads of a block; along any
-// other dimension, or across strides, each lane has outputs of its own, so that neighbours read neighbours. Where the
-// outputs are too few to fill a device, the dimension is split among blocks, whose parts a second kernel puts together in
-// a fixed order. Threads move 16-byte packs where alignment and widths allow.
+// Sum, mean, maximum, minimum or product along one dimension. Dense rows are shared by the threads of a block; along
+// any other dimension, or across strides, each lane has outputs of its own, so that neighbours read neighbours. Where
+// the outputs are too few to fill a device, the dimension is split among blocks, whose parts a second kernel puts
+// together in a fixed order. Threads move 16-byte packs where alignment and widths allow.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -216,7 +216,8 @@ __global__ void __launch_bounds__(256)
                  int64_t splits) {
   using A = Accumulator<T, OP>;
   const int lane = threadIdx.x % 32;
-  for (int64_t output = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; output < outputs; output += (int64_t)gridDim.x * 8) {
+  const int64_t step = (int64_t)gridDim.x * 8;
+  for (int64_t output = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; output < outputs; output += step) {
     A sum = neutral<OP>();
     for (int64_t i = lane; i < splits; i += 32) sum = merge<OP, A>(sum, parts[output * splits + i]);
 #pragma unroll
