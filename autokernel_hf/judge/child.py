@@ -193,7 +193,7 @@ class _Worker:
             [arguments[name] for name in request["live"]],
             [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sources"]],
             [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sinks"]],
-        ).take(self.flush)
+        ).take(self.flush, request["delay_us"])
         return {"device_us": taken.device_us, "host_us": taken.host_us, "late_us": taken.late_us}
 
     def do_memory(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ class Child:
         live: Sequence[str],
         sources: Sequence[Sequence[Slot]],
         sinks: Sequence[Sequence[Slot]],
+        delay_us: float,
     ) -> TurnReport:
         """Have it take a turn of timed calls.
 
@@ -165,6 +166,7 @@ class Child:
             "live": list(live),
             "sources": [[s.to_json() for s in call] for call in sources],
             "sinks": [[s.to_json() for s in call] for call in sinks],
+            "delay_us": delay_us,
         }
         began = time.perf_counter_ns()
         reply = self._command(request, self.timeout_s)

@@ -23,7 +23,7 @@ from autokernel_hf.judge import checks, statistics
 from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of
 from autokernel_hf.judge.quiet import wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
-from autokernel_hf.judge.turn import Times, Turn, flush_buffer
+from autokernel_hf.judge.turn import DELAY_FACTOR, DELAY_US, Times, Turn, flush_buffer
 from autokernel_hf.kernels.base import DTYPES, Args, KernelType, itemsize, make_inputs
 from autokernel_hf.records import TensorSpec, Workload
 
@@ -38,6 +38,8 @@ _SPIN_LIMIT_S = 0.06
 # A synchronization that finds nothing to wait for takes less, and a kernel's own tail is a small part of it.
 _LATE_US = 30.0
 _LATE_SHARE = 0.25
+# What a child's turn may cost beyond its calls: views of the arena, a context switch of the GPU.
+_TURN_SLACK_US = {"cpu": 0.0, "cuda": 2000.0}
 _REQUEST_US = 1000.0
 
 
@@ -90,6 +92,7 @@ class Values:
         self.outputs = outputs_of(kernel_type, workload)
         self.most_calls = max_calls(workload, self.live, self.outputs, device)
         self.calls = self.most_calls
+        self.delay_us = DELAY_US[0]
         self.arguments: Args = dict(args)
         for name in self.live:
             self.arguments[name] = _same_layout(args[name])
@@ -183,7 +186,7 @@ class Local:
             [values.arguments[n] for n in values.live],
             values.sources[: values.calls],
             self.sinks[: values.calls],
-        ).take(self._flush)
+        ).take(self._flush, values.delay_us)
         return times, (time.perf_counter_ns() - began) / 1e3
 
 
@@ -257,7 +260,11 @@ class Remote:
     def turn(self) -> tuple[Times, float]:
         calls = self.values.calls
         report = self.child.turn(
-            self.places.arguments, self.values.live, self.places.sources[:calls], self.places.sinks[:calls]
+            self.places.arguments,
+            self.values.live,
+            self.places.sources[:calls],
+            self.places.sinks[:calls],
+            self.values.delay_us,
         )
         return report.times, max(report.wall_us - self.overhead_us, 0.0)
 
@@ -352,13 +359,15 @@ class Rounds:
         """One turn each that does not count: it compiles, fills caches, and tells how many calls a turn needs."""
         self.values.calls = 1
         self.values.refresh(self.dice)
-        shortest = math.inf
+        shortest, host = math.inf, 0.0
         for contender in self.contenders:
             contender.load()
             times, _ = self._take(contender)
             shortest = min(shortest, median(times.device_us))
+            host = max(host, median(times.host_us))
         self.values.calls = max(1, min(self.values.most_calls, round(_TURN_US / shortest)))
         if self.values.device.type == "cuda":
+            self.values.delay_us = min(max(DELAY_US[0], DELAY_FACTOR * host), DELAY_US[1])
             _preheat(self.values.device)
 
     def _take(self, contender: Contender) -> tuple[Times, float]:

@@ -27,7 +27,8 @@ _copy = Tensor.copy_
 _fill = Tensor.fill_
 
 FLUSH_FACTOR = 2  # the flush writes so many times the L2 cache
-_DELAY_US = 200.0  # at least; three times what the untimed call took the host, if that is longer
+DELAY_US = (200.0, 1e5)  # at least and at most
+DELAY_FACTOR = 3.0  # times what a call takes the host
 _CYCLES_PER_US = 2000
 
 
@@ -75,9 +76,13 @@ class Turn:
         self.sources = sources
         self.sinks = sinks
 
-    def take(self, flush: Tensor | None) -> Times:
-        """Take a turn: on a GPU where `flush`, a tensor of at least twice the L2 cache, is given."""
-        return self._on_host() if flush is None else self._on_device(flush)
+    def take(self, flush: Tensor | None, delay_us: float) -> Times:
+        """Take a turn: on a GPU where `flush`, a tensor of at least twice the L2 cache, is given.
+
+        `delay_us` is the time that the host has to queue a call; the same for all contenders of a round, so that the
+        wall times of their turns can be compared.
+        """
+        return self._on_host() if flush is None else self._on_device(flush, delay_us)
 
     def _write(self, call: int) -> None:
         for target, source in zip(self.live, self.sources[call], strict=True):
@@ -109,18 +114,15 @@ class Turn:
         times = tuple(taken)
         return Times(device_us=times, host_us=times, late_us=(0.0,) * len(times))
 
-    def _on_device(self, flush: Tensor) -> Times:
+    def _on_device(self, flush: Tensor, delay_us: float) -> Times:
         function, arguments = self.function, self.arguments
         self._write(0)
         _synchronize()
-        began = _clock()
-        result = function(**arguments)
-        launch_us = (_clock() - began) / 1e3
-        self._keep(0, result)
+        self._keep(0, function(**arguments))
         for target in self.live:
             target.zero_()  # what a call reads that does not wait for its input
         _synchronize()
-        cycles = int(min(max(_DELAY_US, 3 * launch_us), 1e5) * _CYCLES_PER_US)
+        cycles = int(delay_us * _CYCLES_PER_US)
         device, host, late = [], [], []
         for call in range(len(self.sources)):
             start, end, done = (_event(enable_timing=True) for _ in range(3))
