@@ -87,7 +87,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="run the cases whose name contains this")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all cases")
-    parser.add_argument("--extra", default="", help="more arguments of optimize, in one string")
+    parser.add_argument("--top", type=int, help="targets a model, where it is not the case's own")
+    parser.add_argument(
+        "--max-experiments", type=int, help="experiments a target, where it is not the case's own"
+    )
     arguments = parser.parse_args()
     started = time.monotonic()
     results: dict[str, object] = {}
@@ -99,7 +102,9 @@ def main() -> None:
         if left < 30:
             results[name] = {"not_run": "the budget was spent"}
             continue
-        results[name] = run_case([*case, *arguments.extra.split()], arguments.device, left, log)
+        more = ["--top", str(arguments.top)] if arguments.top else []
+        more += ["--max-experiments", str(arguments.max_experiments)] if arguments.max_experiments else []
+        results[name] = run_case([*case, *more], arguments.device, left, log)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         document = {
             "what": "autokernel-hf optimize --random-weights, one run a model",
