@@ -205,38 +205,95 @@ def healthy() -> bool:
     return True
 
 
-def measure(name: str, backends: Sequence[Backend], out: Path, deadline: float) -> None:
-    """Time a type's workloads; first without torch.compile, whose tuning may take longer than all the rest."""
+def measure(names: Sequence[str], backends: Sequence[Backend], folder: Path, deadline: float) -> None:
+    """Time the workloads of all types that `folder` has no result of, writing one as each is done.
+
+    First all without torch.compile, whose tuning may take longer than everything else; then, with what time is left,
+    again with it. A type that ended the worker before has its error in its file, and is not tried again.
+    """
+    for with_compile in (False, True):
+        left = [n for n in names if _wanted(folder, n, with_compile)]
+        for index, name in enumerate(left):
+            share = (deadline - time.time()) / (len(left) - index)
+            if share < 2:
+                return
+            (folder / CURRENT).write_text(name, encoding="utf-8")
+            measure_type(name, backends, folder, with_compile, time.time() + share)
+    (folder / CURRENT).unlink(missing_ok=True)
+
+
+CURRENT = "current"  # names the type that is being measured, should the worker die of it
+
+
+def timings_file(folder: Path, name: str) -> Path:
+    return folder / f"measure-{name}.json"
+
+
+def _wanted(folder: Path, name: str, with_compile: bool) -> bool:
+    path = timings_file(folder, name)
+    if not path.exists():
+        return not with_compile
+    return with_compile and not Timings.load(path).error
+
+
+def measure_type(
+    name: str, backends: Sequence[Backend], folder: Path, with_compile: bool, deadline: float
+) -> None:
     from autokernel_hf import build
     from autokernel_hf.kernels import kernel_type, starter
     from autokernel_hf.records import Candidate
 
-    kind = kernel_type(name)
+    kind, path = kernel_type(name), timings_file(folder, name)
     starters: dict[str, Callable[..., Any]] = {}
     broken: dict[str, str] = {}
     for backend in backends:
         source = starter(name, backend)
         if source is None:
             continue
+        candidate = Candidate(kernel_type=name, backend=backend, source=source)
         try:
-            made = build.build(
-                Candidate(kernel_type=name, backend=backend, source=source), device="cuda"
-            )  # from the cache
-            starters[backend] = getattr(build.load(made.path), name)
+            starters[backend] = getattr(build.load(build.build(candidate, device="cuda").path), name)
         except Exception as error:  # noqa: BLE001
             broken[backend] = text_of(error)
-    results: dict[str, Timed] = {}
-    for with_compile in (False, True):
-        for workload in kind.workloads["cuda"]:
-            left = deadline - time.time()
-            if left < 3:
-                return
-            timed = measure_one(kind, workload, starters, broken, with_compile, min(left - 2, 45))
-            before = results.get(workload.label)
-            if with_compile and before is not None and "compile" not in timed.us:
-                timed = before.model_copy(update={"missing": timed.missing})
-            results[workload.label] = timed
-            Timings(kernel_type=name, workloads=tuple(results.values())).save(out)
+    before = Timings.load(path).workloads if path.exists() else ()
+    results = {t.label: t for t in before}
+    for workload in kind.workloads["cuda"]:
+        left = deadline - time.time()
+        if left < 1.5:
+            break
+        timed = measure_one(kind, workload, starters, broken, with_compile, left)
+        # A second look that brought no torch.compile brings nothing new.
+        if not with_compile or "compile" in timed.us:
+            wrong = results[workload.label].wrong if workload.label in results else {}
+            timed = timed.model_copy(update={"wrong": {**wrong, **timed.wrong}})
+        else:
+            timed = results.get(workload.label, timed).model_copy(update={"missing": timed.missing})
+        results[workload.label] = timed
+        Timings(kernel_type=name, workloads=tuple(results.values())).save(path)
+
+
+def inputs_on_gpu(workload: Workload, kind: KernelType) -> dict[str, Any]:
+    """As `make_inputs`, but drawn on the GPU: the largest tensors take seconds to draw on a CPU."""
+    import torch
+
+    from autokernel_hf.kernels.base import fill_values, materialize
+    from autokernel_hf.records import TensorSpec
+
+    generator = torch.Generator(device="cuda").manual_seed(11)
+    args: dict[str, Any] = {}
+    with torch.device("cuda"):
+        for name, value in workload.args:
+            if not isinstance(value, TensorSpec):
+                args[name] = value
+                continue
+            fill = kind.fills.get(name)
+            data = (
+                fill_values(value, workload.values, generator)
+                if fill is None
+                else fill(name, value, workload, generator)
+            )
+            args[name] = materialize(data, value, "cuda")
+    return args
 
 
 def measure_one(
@@ -250,22 +307,20 @@ def measure_one(
     import torch
 
     from autokernel_hf.judge.checks import check_values, expect
-    from autokernel_hf.kernels.base import make_inputs
 
     device = torch.device("cuda")
-    args = make_inputs(kind, workload, 11, device)
+    args = inputs_on_gpu(workload, kind)
     contenders = dict(starters)
     missing = dict(broken)
     for peer in kind.peers:
         if peer.name == "compile" and not with_compile:
             continue
         try:
-            with time_limit(seconds):
+            with time_limit(seconds), torch.no_grad():
                 call = peer.make(workload, device)
                 if call is None:
                     continue
-                with torch.no_grad():
-                    call(**args)
+                call(**args)
                 torch.cuda.synchronize()
             contenders[peer.name] = call
         except Exception as error:  # noqa: BLE001
@@ -275,7 +330,7 @@ def measure_one(
         try:
             outputs = contenders[backend](**args)
             torch.cuda.synchronize()
-            if not with_compile:  # the oracle in float64 is as slow as the timing: once
+            if not with_compile:  # once is enough: the oracle in float64 takes as long as the timing
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 problem = check_values(outputs, expect(kind, workload, args), kind, workload).problem
                 if problem:
@@ -283,7 +338,7 @@ def measure_one(
         except Exception as error:  # noqa: BLE001
             missing[backend] = text_of(error)
             del contenders[backend]
-    times = rounds_of(contenders, args, min(seconds, 4.0))
+    times = rounds_of(contenders, args, min(seconds, 3.0))
     us = {n: statistics.median(t) for n, t in times.items()}
     moved, flops = kind.bytes_moved(workload), kind.flops(workload)
     return Timed(
@@ -398,13 +453,24 @@ def check_worker(name: str, backend: Backend, device: str, folder: Path, deadlin
     return result
 
 
-def measure_worker(name: str, backends: Sequence[Backend], folder: Path, deadline: float) -> Timings:
-    out = folder / f"measure-{name}.json"
-    ended = run_worker(
-        ["--worker", "measure", "--types", name, "--backends", ",".join(backends)], out, deadline
-    )
-    result = Timings.load(out) if out.exists() else Timings(kernel_type=name)
-    return result.model_copy(update={"error": ended}) if ended else result
+def measure_workers(
+    names: Sequence[str], backends: Sequence[Backend], folder: Path, deadline: float
+) -> Iterator[Timings]:
+    """Time all types, in as many workers as it takes: one that dies leaves its type's error, and the next goes on."""
+    listed = ["--types", ",".join(names), "--backends", ",".join(backends)]
+    for _ in range(len(names)):
+        if deadline - time.time() < 8:
+            break
+        ended = run_worker(["--worker", "measure", *listed], folder, deadline)
+        current = folder / CURRENT
+        if not ended or not current.exists():
+            break
+        path = timings_file(folder, current.read_text(encoding="utf-8"))
+        before = Timings.load(path) if path.exists() else Timings(kernel_type=path.stem.split("-", 1)[1])
+        before.model_copy(update={"error": ended}).save(path)
+    for name in names:
+        if timings_file(folder, name).exists():
+            yield Timings.load(timings_file(folder, name))
 
 
 def table(report: Report) -> str:
@@ -470,7 +536,7 @@ def main() -> int:
         check(names[0], chosen[0], options.device, options.out, options.deadline)
         return 0
     if options.worker == "measure":
-        measure(names[0], chosen, options.out, options.deadline)
+        measure(names, chosen, options.out, options.deadline)
         return 0
 
     from autokernel_hf.gpu import device_info
@@ -517,13 +583,8 @@ def main() -> int:
                     checked[running[future]] = future.result()
                     save()
         if not options.no_timing:
-            for index, name in enumerate(names):
-                left = end - time.time() - 10
-                if left < 5:
-                    break
-                share = left / (len(names) - index)
-                timed[name] = measure_worker(name, chosen, folder, time.time() + share)
-                save()
+            for timings in measure_workers(names, chosen, folder, end - 10):
+                timed[timings.kernel_type] = timings
     report = save()
     print(table(report))
     good = all(c.calls and not c.failed and not c.error for c in report.checked)

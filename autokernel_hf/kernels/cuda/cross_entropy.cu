@@ -1,8 +1,8 @@
 // kernel_type: cross_entropy
 //
 // loss = log(sum(exp(x))) - x[target], smoothed towards the mean of x, row by row, in fp32: every row is read once,
-// with a running maximum and sum of exponentials, in 16-byte packs between a ragged head and tail. "mean" and "sum" then add
-// up the rows' losses in one block, in a fixed order, so that the result never varies.
+// with a running maximum and sum of exponentials, in 16-byte packs between a ragged head and tail. "mean" and "sum"
+// then add up the rows' losses in one block, in a fixed order, so that the result never varies.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -61,10 +61,10 @@ __device__ __forceinline__ State include(State state, const float (&x)[V]) {
 #pragma unroll
   for (int i = 0; i < V; i++) max = fmaxf(max, x[i]);  // a NaN is passed over here and felt in the sum
   const float zero = reference(max);
-  float sum = state.sum * exponential<T>(state.max - zero);
+  float sum = 0.0f;  // of its own first: several short sums err less than a long one
 #pragma unroll
   for (int i = 0; i < V; i++) sum += exponential<T>(x[i] - zero);
-  return {max, sum};
+  return {max, state.sum * exponential<T>(state.max - zero) + sum};
 }
 
 // What a row's threads gather: the state of the exponentials, and the sum of x - shift.

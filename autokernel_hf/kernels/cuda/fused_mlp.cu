@@ -1,9 +1,9 @@
 // kernel_type: fused_mlp
 //
 // y = (act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)) @ w_down.T + b_down, as two or three products that do
-// everything else on their way out: the gate's goes to the workspace, the second one turns it into the hidden values where it
-// lies, the last one reads them. 16-bit operands go through the tensor cores (mma.m16n8k16, fp32 sums) from tiles that
-// asynchronous copies bring to shared memory some stages ahead; float32 is multiplied as float32.
+// everything else on their way out: the gate's goes to the workspace, the second one turns it into the hidden values
+// where it lies, the last one reads them. 16-bit operands go through the tensor cores (mma.m16n8k16, fp32 sums) from
+// tiles that asynchronous copies bring to shared memory some stages ahead; float32 is multiplied as float32.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

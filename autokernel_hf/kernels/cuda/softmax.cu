@@ -86,10 +86,10 @@ __device__ __forceinline__ State include(State state, const float (&x)[V]) {
 #pragma unroll
   for (int i = 0; i < V; i++) max = fmaxf(max, x[i]);  // a NaN is passed over here and felt in the sum
   const float zero = reference(max);
-  float sum = state.sum * exponential<T>(state.max - zero);
+  float sum = 0.0f;  // of its own first: several short sums err less than a long one
 #pragma unroll
   for (int i = 0; i < V; i++) sum += exponential<T>(x[i] - zero);
-  return {max, sum};
+  return {max, state.sum * exponential<T>(state.max - zero) + sum};
 }
 
 // Over the threads of a row (blockDim.x of them), in every one of them, in an order that never changes.
@@ -275,9 +275,12 @@ __global__ void __launch_bounds__(32 * kSlices, 1)
     T *y = out + o * N * inner + i;
     const int64_t length = live ? N : 0;
     State state = {-INFINITY, 0.0f};
-    for (int64_t n = threadIdx.y; n < length; n += kSlices) {
-      const float value[1] = {to_float(in[n * stride])};
-      state = include<T>(state, value);
+    for (int64_t n = threadIdx.y; n < length; n += 8 * kSlices) {
+      float values[8];
+#pragma unroll
+      for (int u = 0; u < 8; u++)
+        values[u] = n + u * kSlices < length ? to_float(in[(n + u * kSlices) * stride]) : -INFINITY;  // adds nothing
+      state = include<T>(state, values);
     }
     __syncthreads();  // the readers of the lines before are done
     partial[threadIdx.y][threadIdx.x] = state;
