@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from autokernel_hf import errors
 from autokernel_hf.errors import AutokernelError, JudgeError
+from autokernel_hf.judge.sandbox import environment_for_children
 from autokernel_hf.judge.server import program
 from autokernel_hf.judge.session import Request, Settings
 from autokernel_hf.judge.verdict import DELTA, EPSILON, decide
@@ -83,6 +84,7 @@ class Judge:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             program("autokernel_hf.judge.process", str(theirs.fileno())),
+            env=environment_for_children(os.environ),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -7,7 +7,6 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
-from autokernel_hf.judge import sandbox
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Settings
 
@@ -15,8 +14,6 @@ from autokernel_hf.judge.session import Settings
 def main(descriptor: str) -> None:
     """Serve one session over an inherited descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in set(os.environ) - set(sandbox.scrubbed(os.environ)):
-        del os.environ[name]
     channel = Connection(int(descriptor))
     try:
         settings = channel.recv()

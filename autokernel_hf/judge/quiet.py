@@ -1,4 +1,4 @@
-"""Waiting until a processor is free: threads of an OpenMP pool spin for some 12 ms after a parallel region ends.
+"""Waiting until a processor is free: threads of an OpenMP pool spin for a while after a parallel region ends.
 
 The contenders of a round live in several processes, so without waiting the pool of the one that just finished takes a
 core from the one whose turn it is.
