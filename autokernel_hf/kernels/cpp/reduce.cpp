@@ -136,25 +136,35 @@ inline double sum(D v) {
 
 enum Op { kSum, kMean, kMax, kMin, kProd };
 
+template <int kOp>
+inline double combine(double a, double b) {
+  if (kOp == kMax) return b > a || b != b ? b : a;
+  if (kOp == kMin) return b < a || b != b ? b : a;
+  return kOp == kProd ? a * b : a + b;
+}
+
 // A sum is kept in float for kExact additions, then moved to double; a product, whose parts may leave float's range, is
-// double throughout. A maximum or minimum is float, and NaN once an element is NaN.
+// double throughout. A maximum or minimum is float, with a note of the lanes that have met a NaN.
 template <int kOp>
 struct Accumulator {
   static constexpr bool kExtreme = kOp == kMax || kOp == kMin;
   static constexpr float kNeutral = kOp == kMax ? -__builtin_inff() : kOp == kMin ? __builtin_inff() : kOp == kProd;
   F narrow[kUnroll];
+  I bad[kUnroll];
   D wide[2 * kUnroll];
 
   Accumulator() {
     for (int u = 0; u < kUnroll; ++u) {
       narrow[u] = splat(kNeutral);
+      bad[u] = I{};
       wide[2 * u] = wide[2 * u + 1] = D{} + (double)(kOp == kProd);
     }
   }
 
   void take(int u, F v) {
-    if constexpr (kOp == kMax) narrow[u] = (v > narrow[u]) | (v != v) ? v : narrow[u];
-    if constexpr (kOp == kMin) narrow[u] = (v < narrow[u]) | (v != v) ? v : narrow[u];
+    if constexpr (kOp == kMax) narrow[u] = v > narrow[u] ? v : narrow[u];
+    if constexpr (kOp == kMin) narrow[u] = v < narrow[u] ? v : narrow[u];
+    if constexpr (kExtreme) bad[u] |= v != v;
     if constexpr (kOp == kSum) narrow[u] += v;
     if constexpr (kOp == kProd) {
       wide[2 * u] *= low(v);
@@ -172,18 +182,38 @@ struct Accumulator {
     }
   }
 
-  // Of lane `lane` of vector `u`, after widen().
-  double lane(int u, int lane) const {
-    return kExtreme ? (double)narrow[u][lane] : wide[2 * u + lane / (W / 2)][lane % (W / 2)];
+  // The results of all lanes, in order, after widen().
+  void results(double *lanes) const {
+    for (int u = 0; u < kUnroll; ++u) {
+      const F v = bad[u] ? splat(__builtin_nanf("")) : narrow[u];
+      const D halves[2] = {kExtreme ? low(v) : wide[2 * u], kExtreme ? high(v) : wide[2 * u + 1]};
+      memcpy(lanes + u * W, halves, sizeof halves);
+    }
+  }
+
+  // All lanes as one result, after widen().
+  double result() const {
+    D total;
+    if constexpr (kExtreme) {
+      F v = narrow[0];
+      I any = bad[0];
+      for (int u = 1; u < kUnroll; ++u) {
+        if (kOp == kMax) v = narrow[u] > v ? narrow[u] : v;
+        else v = narrow[u] < v ? narrow[u] : v;
+        any |= bad[u];
+      }
+      v = any ? splat(__builtin_nanf("")) : v;
+      const D a = low(v), b = high(v);
+      total = (kOp == kMax ? a > b : a < b) | (a != a) ? a : b;
+    } else {
+      total = wide[0];
+      for (int i = 1; i < 2 * kUnroll; ++i) total = kOp == kProd ? total * wide[i] : total + wide[i];
+    }
+    double one = total[0];
+    for (int l = 1; l < W / 2; ++l) one = combine<kOp>(one, total[l]);
+    return one;
   }
 };
-
-template <int kOp>
-inline double combine(double a, double b) {
-  if (kOp == kMax) return b > a || b != b ? b : a;
-  if (kOp == kMin) return b < a || b != b ? b : a;
-  return kOp == kProd ? a * b : a + b;
-}
 
 template <int kOp, typename T>
 double reduce_row(const T *x, int64_t n) {
@@ -204,14 +234,10 @@ double reduce_row(const T *x, int64_t n) {
     total.take(0, keep(load_part(x + i, m), m, Accumulator<kOp>::kNeutral));
   }
   total.widen();
-  double result = total.lane(0, 0);
-  for (int u = 0; u < kUnroll; ++u) {
-    for (int l = u == 0; l < W; ++l) result = combine<kOp>(result, total.lane(u, l));
-  }
-  return result;
+  return total.result();
 }
 
-// `width` <= kUnroll * W neighbouring columns, `step` elements from row to row.
+// `width` <= kUnroll * W neighbouring columns, `step` elements from row to row; there is room for kUnroll * W results.
 template <int kOp, typename T>
 void reduce_tile(const T *x, int64_t n, int64_t step, int64_t width, double *results) {
   Accumulator<kOp> total;
@@ -231,7 +257,7 @@ void reduce_tile(const T *x, int64_t n, int64_t step, int64_t width, double *res
     }
     total.widen();
   }
-  for (int64_t c = 0; c < width; ++c) results[c] = total.lane((int)(c / W), (int)(c % W));
+  total.results(results);
 }
 
 // How the work is laid out: kept dimensions x pieces of the reduced one x tiles of columns.

@@ -10,11 +10,11 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t kPositions = 16;  // tune(block): 1, 4, 16, 64
+constexpr int64_t kPositions = 4;     // tune(block): 1, 4, 16, 64
 constexpr bool kHeadsInside = false;  // tune(algorithm): false, true
-constexpr int64_t kSerial = 16384;  // tune(launch): 4096, 16384, 65536
-constexpr bool kStream = false;     // tune(memory): false, true
-#define SCHEDULE static             // tune(launch): static, dynamic
+constexpr int64_t kSerial = 16384;    // tune(launch): 4096, 16384, 65536
+constexpr bool kStream = false;       // tune(memory): false, true
+#define SCHEDULE static               // tune(launch): static, dynamic
 
 namespace {  // all names stay in this file: it is compiled once per CPU level, and the copies must not mix
 
