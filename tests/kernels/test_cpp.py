@@ -359,6 +359,23 @@ def test_exponentials_are_right_to_the_last_digits_and_at_the_ends(folder: Path)
     assert bool((error <= 8 * 2.0**-24 * exact.abs() + 2.0**-120).all())  # of the far left side, too
 
 
+def test_what_starters_share_is_the_same_text_in_all_of_them() -> None:
+    """A candidate is one file, so the starters repeat their vector types and functions; a repair must reach them all."""
+
+    def part(name: str, first: str, end: str) -> str:
+        source = source_of(name)
+        return source[source.index(first) : source.index(end, source.index(first))]
+
+    vectors = {part(name, "namespace {", "template <typename T>\ninline void store_part") for name in TYPES}
+    assert len(vectors) == 1
+    with_exp = [name for name in TYPES if "inline F exponential" in source_of(name)]
+    assert len(with_exp) == 4
+    assert len({part(name, "// e^t to about", "\n}\n") for name in with_exp}) == 1
+    with_sums = [name for name in TYPES if "accumulate(int64_t" in source_of(name)]
+    assert len(with_sums) == 5
+    assert len({part(name, "// K sums over a row", "\n}\n") for name in with_sums}) == 1
+
+
 @pytest.mark.parametrize("name", ["activation", "add_norm", "reduce"])
 def test_starter_is_right_as_it_is_built_and_loaded(name: str) -> None:
     kind = kernel_type(name)
