@@ -36,6 +36,11 @@ class Case:
     refuse: bool = False
 
 
+def key_of(workload: Workload) -> str:
+    """What makes two calls the same call."""
+    return workload.model_copy(update={"label": "", "calls": 0, "share": 0.0}).model_dump_json()
+
+
 def holds(domain: Domain, workload: Workload) -> bool:
     """Whether a call lies in a candidate's domain."""
     if workload.dtype not in domain.dtypes:

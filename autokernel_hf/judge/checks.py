@@ -24,7 +24,6 @@ from autokernel_hf.kernels.base import (
     Args,
     KernelType,
     Outputs,
-    make_inputs,
     output_specs,
     upcast,
 )
@@ -251,14 +250,15 @@ IMPOSTORS: dict[str, Impostor] = {
 }
 
 
-def admit(
-    kernel_type: KernelType, workload: Workload, seeds: tuple[int, int], device: torch.device | str = "cpu"
-) -> tuple[str, ...]:
-    """The impostors that pass a workload although the type does not list them as right there: none, if it is a good one."""
-    args = make_inputs(kernel_type, workload, seeds[0], device)
+def admit(kernel_type: KernelType, workload: Workload, calls: tuple[Args, Args]) -> tuple[str, ...]:
+    """The impostors that pass a workload although the type does not list them as right there: none, if it is a good one.
+
+    Args:
+        calls: The arguments of two calls with different values; the second call's answer is what `previous` gives.
+    """
+    args, before = calls
     expected = expect(kernel_type, workload, args)
-    previous = expect(kernel_type, workload, make_inputs(kernel_type, workload, seeds[1], device))
-    return passing_impostors(kernel_type, workload, args, expected, previous)
+    return passing_impostors(kernel_type, workload, args, expected, expect(kernel_type, workload, before))
 
 
 def passing_impostors(

@@ -7,39 +7,31 @@ server, and times its own peers against what they hold. Whatever a child does, t
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
 import torch
 
-from autokernel_hf import contract, gpu
-from autokernel_hf.errors import (
-    AutokernelError,
-    CandidateError,
-    DeviceError,
-    JudgeError,
-    UsageError,
-)
-from autokernel_hf.judge import cases, checks, roofline, statistics, timing
+from autokernel_hf import contract
+from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, UsageError
+from autokernel_hf.judge import cases, timing
 from autokernel_hf.judge.arena import Pool
-from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds
+from autokernel_hf.judge.bench import Bench, untimed
+from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of
+from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.quiet import family, wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Request, Settings
 from autokernel_hf.judge.stages import Passed, StageFailed, audit, room_for, run_case
-from autokernel_hf.judge.turn import as_tuple
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
-from autokernel_hf.kernels.base import make_inputs
 from autokernel_hf.records import (
     BenchStatus,
     Candidate,
@@ -53,10 +45,6 @@ from autokernel_hf.records import (
 )
 from autokernel_hf.variant import Domain
 
-log = logging.getLogger(__name__)
-
-_CANDIDATE, _INCUMBENT = "candidate", "incumbent"
-_KEPT_CHILDREN = 2
 _STILL_WORKING_S = 2.0  # the spinning of an OpenMP pool ends long before
 
 
@@ -122,14 +110,9 @@ class Referee:
             dtypes=tuple(d for d in dtypes if not self.interpret or d in cases.INTERPRETER_DTYPES),
             interpret=self.interpret,
         )
-        self.seeds = Seeds(settings.seed)
-        self.server = server
-        self.isolate = True
-        self.spare: Child | None = None
-        self.kept: dict[str, Child] = {}
-        self.baselines: dict[str, WorkloadResult] = {}
-        self.pool: Pool | None = None
-        self.ceilings: gpu.Ceilings | None = None
+        self.bench = Bench(self.scope, settings, self.device, Seeds(settings.seed))
+        self.crew: Crew | None = None
+        self._server = server
 
     @property
     def can_run(self) -> bool:
@@ -137,12 +120,30 @@ class Referee:
         return self.settings.backend != "cuda" or self.device.type == "cuda"
 
     def close(self) -> None:
-        for child in (*self.kept.values(), *([self.spare] if self.spare else [])):
-            child.end()
-        if self.pool is not None:
-            self.pool.close()
-        if self.server is not None:
-            self.server.close()
+        if self.crew is not None:
+            self.crew.close()
+        elif self._server is not None:
+            self._server.close()
+
+    def _crew(self) -> Crew:
+        if self.crew is None:
+            self.crew = Crew(
+                device=str(self.device),
+                interpret=self.interpret,
+                timeout_s=self.settings.timeout_s,
+                server=self._server,
+                pool=Pool(self._arena_bytes(), self.device),
+            )
+        return self.crew
+
+    def _arena_bytes(self) -> int:
+        """The most that any case or timed workload takes, in any domain."""
+        whole = Domain(dtypes=self.kernel_type.dtypes, values={})
+        made = [case for stage in STAGES for case in cases_of(stage, self.scope, whole)]
+        made += [Case(stage="smoke", workload=w, repeats=cases.REPEATS) for w in self.scope.workloads]
+        needed = [room_for(self.kernel_type, case) for case in made]
+        needed += [timing.room_for(self.kernel_type, w, self.device) for w in self.scope.workloads]
+        return max(needed)
 
     def do(self, request: Request) -> Evaluation | tuple[WorkloadResult, ...]:
         if request.action == "measure_peers":
@@ -159,13 +160,14 @@ class Referee:
         sheet = _Sheet(
             started=time.monotonic(),
             stages=dict.fromkeys(STAGES, "skipped"),
-            results=tuple(_untimed(w) for w in self.scope.workloads),
+            results=tuple(untimed(w) for w in self.scope.workloads),
             confirmed=request.confirm,
         )
         child: Child | None = None
         try:
             domain = self._domain(candidate)
-            child = self._child()
+            crew = self._crew()
+            child = crew.take()
             built = child.build(candidate, str(self.device))
             sheet.resources, sheet.built_id = built.resources, built.id
             reason = self._judge(child, domain, request, sheet)
@@ -180,12 +182,15 @@ class Referee:
             if not child.ended and self.device.type == "cuda":
                 with contextlib.suppress(Failed):
                     sheet.peak_bytes = child.peak_bytes()
-            self._retire(candidate, child, keep=status == "passed" and not request.confirm)
+            if set(sheet.stages.values()) == {"passed"} and not request.confirm and not child.ended:
+                self._crew().keep(candidate, child)
+            else:
+                child.end()
         if status in ("crashed", "timeout", "out_of_memory"):
             self._probe_device()
         result = sheet.evaluation(status, reason)
-        if self.device.type == "cuda" and self.spare is None:
-            self.spare = self._new_child()
+        if self.device.type == "cuda" and self.crew is not None:
+            self.crew.prepare()
         return result
 
     def _judge(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> str:
@@ -193,9 +198,10 @@ class Referee:
         child.inspect()
         sheet.smoke = self._stage(child, "smoke", domain, sheet)
         self._must_be_at_rest(child)
-        if self.settings.backend == "triton":
+        assert request.candidate is not None
+        if request.candidate.backend == "triton":
             for case in cases_of("smoke", self.scope, domain):
-                audit(child, self.kernel_type, case.workload, self.seeds, self.device)
+                audit(child, case.workload, self.bench.fresh(case.workload))
         if self.interpret:
             if not self.settings.quick:
                 self._remaining_stages(child, domain, sheet)
@@ -236,7 +242,9 @@ class Referee:
         """The candidate's domain, once it is clear that it can serve here at all."""
         if not self.can_run:
             raise _Verdict("unsupported", "A CUDA candidate needs an NVIDIA GPU, and there is none here.")
-        if candidate.backend != self.settings.backend or candidate.kernel_type != self.kernel_type.name:
+        # On a GPU one session judges both kinds, so that each can be timed against the best of the other.
+        backends = {"triton", "cuda"} if self.device.type == "cuda" else {self.settings.backend}
+        if candidate.backend not in backends or candidate.kernel_type != self.kernel_type.name:
             raise UsageError(
                 f"This session judges {self.settings.backend} candidates for {self.kernel_type.name}, not "
                 f"{candidate.backend} ones for {candidate.kernel_type}.",
@@ -279,7 +287,8 @@ class Referee:
         torch.set_num_threads(1)
         try:
             for case in cases_of(stage, self.scope, domain):
-                seen[_key(case.workload)] = run_case(child, self.kernel_type, case, self.seeds, self.device)
+                args = self.bench.fresh(case.workload)
+                seen[key_of(case.workload)] = run_case(child, self.kernel_type, case, args, self.device)
         finally:
             torch.set_num_threads(threads)
         sheet.stages[stage] = "passed"
@@ -290,267 +299,30 @@ class Referee:
     def measure_peers(self) -> tuple[WorkloadResult, ...]:
         """Time what a user would pick instead, on every workload."""
         if self.interpret or not self.can_run:
-            return tuple(_untimed(w) for w in self.scope.workloads)
-        measured = []
-        for workload in self.scope.workloads:
-            values = self._values(workload)
-            peers = self._peers(values)
-            rounds = self._rounds(values, peers, (0.0,) * len(values.outputs))
-            with gpu.device_lock(self.device):
-                columns = rounds.run(self._budget(peers=True), lambda columns: False)
-            result = self._baseline_of(_untimed(workload), columns)
-            self.baselines[_key(workload)] = result
-            measured.append(result)
-        return tuple(measured)
+            return tuple(untimed(w) for w in self.scope.workloads)
+        return tuple(self.bench.peers(w) for w in self.scope.workloads)
 
     def _time(
         self, child: Child, domain: Domain, request: Request, sheet: _Sheet
     ) -> tuple[WorkloadResult, ...]:
         """Time the candidate on every workload in its domain; stop early once it cannot be kept any more."""
-        results = {_key(w): _untimed(w) for w in self.scope.workloads}
-        holder = self._holder(request.incumbent) if request.incumbent is not None else None
+        results = {key_of(w): untimed(w) for w in self.scope.workloads}
+        holder = self._crew().holder(request.incumbent) if request.incumbent is not None else None
         for workload in self.scope.workloads:
             if not holds(domain, workload):
                 continue
             assert sheet.smoke is not None
-            passed = sheet.smoke[_key(workload)]
-            result = self._time_one(child, holder, workload, passed, request)
-            results[_key(workload)] = result
+            passed = sheet.smoke[key_of(workload)]
+            result = self.bench.candidate(child, holder, workload, passed, peers=request.peers)
+            results[key_of(workload)] = result
             sheet.results = tuple(results.values())
             if request.incumbent is not None and self._is_hopeless(result):
                 break
         return tuple(results.values())
 
-    def _time_one(
-        self, child: Child, holder: Child | None, workload: Workload, passed: Passed, request: Request
-    ) -> WorkloadResult:
-        values = self._values(workload)
-        peers = self._peers(values) if request.peers else self._peers(values)[:1]
-        contenders: list[timing.Contender] = [*peers, timing.Remote(_CANDIDATE, child, values)]
-        if holder is not None:
-            contenders.append(timing.Remote(_INCUMBENT, holder, values))
-        against = _INCUMBENT if holder is not None else timing.EAGER
-        epsilon = self.settings.epsilon
-
-        def decided(columns: Mapping[str, timing.Column]) -> bool:
-            return statistics.decided(
-                columns[against].device_us, columns[_CANDIDATE].device_us, epsilon=epsilon
-            )
-
-        rounds = self._rounds(values, contenders, passed.torch_error)
-        try:
-            with gpu.device_lock(self.device):
-                columns = rounds.run(self._budget(peers=request.peers), decided)
-        except Failed as failed:
-            if rounds.failed_contender == _INCUMBENT:
-                raise JudgeError(
-                    f"The incumbent, which had passed, failed as the opponent of a candidate: it {failed.what}.",
-                    remedy="Judge the incumbent again on its own (bench); it may be unstable.",
-                ) from None
-            raise Failed(
-                failed.status, f"{failed.what} (while timed on {workload.label}, {workload.dtype})"
-            ) from None
-        result = self._result(workload, columns, passed, with_peers=request.peers)
-        assert result.latency_us is not None
-        fault = roofline.beats_hardware(self.kernel_type, workload, result.latency_us, self._ceilings())
-        if fault:
-            raise Failed("rejected", f"{fault} (on {workload.label}, {workload.dtype})")
-        return result
-
-    def _ceilings(self) -> gpu.Ceilings:
-        if self.ceilings is None:
-            self.ceilings = gpu.measure_ceilings(self.device)
-        return self.ceilings
-
     def _is_hopeless(self, result: WorkloadResult) -> bool:
         interval = result.ci95_vs_incumbent
         return interval is not None and interval[1] < 1 - self.settings.delta
-
-    def _values(self, workload: Workload) -> timing.Values:
-        return timing.Values(self.kernel_type, workload, self.device, [self.seeds.next() for _ in range(2)])
-
-    def _rounds(
-        self,
-        values: timing.Values,
-        contenders: Sequence[timing.Contender],
-        torch_error: Sequence[float],
-    ) -> timing.Rounds:
-        return timing.Rounds(
-            values,
-            contenders,
-            torch_error=torch_error,
-            seed=self.seeds.next(),
-            epsilon=self.settings.epsilon,
-        )
-
-    def _budget(self, *, peers: bool) -> timing.Budget:
-        if self.settings.quick:
-            return timing.Budget(seconds=1.0, least=statistics.EARLY_ROUNDS, most=2 * statistics.EARLY_ROUNDS)
-        seconds = 3.0 if self.device.type == "cpu" else 1.0
-        if peers:
-            return timing.Budget(seconds=2 * seconds, least=statistics.FULL_ROUNDS, most=60)
-        return timing.Budget(seconds=seconds, least=statistics.EARLY_ROUNDS, most=100)
-
-    def _peers(self, values: timing.Values) -> list[timing.Local]:
-        """The peers that can do this workload here, and do it right; eager first, which defines the op."""
-        workload, kernel_type = values.workload, self.kernel_type
-        args = make_inputs(kernel_type, workload, self.seeds.next(), self.device)
-        expected = checks.expect(kernel_type, workload, args)
-        found = []
-        for peer in kernel_type.peers:
-            try:
-                function = peer.make(workload, self.device)
-                if function is None:
-                    continue
-                outputs = as_tuple(function(**args))
-            except Exception as error:  # noqa: BLE001 - foreign code; a peer that cannot do it is none
-                log.warning("peer %s cannot do %s: %s", peer.name, workload.label, error)
-                continue
-            problem = checks.form_of(outputs, expected) or (
-                checks.check_values(outputs, expected, kernel_type, workload).problem
-            )
-            if problem and peer.name != timing.EAGER:
-                log.warning("peer %s is wrong on %s: %s", peer.name, workload.label, problem)
-                continue
-            found.append(timing.Local(peer.name, function, values))
-        if not found or found[0].name != timing.EAGER:
-            raise JudgeError(
-                f"The plain torch expression of {kernel_type.name} does not run {workload.label}."
-            )
-        return found
-
-    def _baseline_of(self, result: WorkloadResult, columns: Mapping[str, timing.Column]) -> WorkloadResult:
-        """Fill in the peers' times, and which of them is the fastest."""
-        peers = {
-            name: median(column.device_us)
-            for name, column in columns.items()
-            if name not in (_CANDIDATE, _INCUMBENT)
-        }
-        fastest = min(peers, key=lambda name: peers[name])
-        return result.model_copy(
-            update={
-                "baseline": fastest,
-                "baseline_us": peers[fastest],
-                "eager_us": peers[timing.EAGER],
-                "peers_us": peers,
-            }
-        )
-
-    def _result(
-        self,
-        workload: Workload,
-        columns: Mapping[str, timing.Column],
-        passed: Passed,
-        *,
-        with_peers: bool,
-    ) -> WorkloadResult:
-        own = columns[_CANDIDATE].device_us
-        epsilon = self.settings.epsilon
-        latency_us = median(own)
-        eager = statistics.compare(columns[timing.EAGER].device_us, own, epsilon=epsilon)
-        result = _untimed(workload)
-        seconds = latency_us / 1e6
-        update: dict[str, Any] = {
-            "latency_us": latency_us,
-            "host_us": median(columns[_CANDIDATE].host_us),
-            "eager_us": median(columns[timing.EAGER].device_us),
-            "speedup_vs_eager": eager.speedup,
-            "ci95_vs_eager": eager.interval,
-            "gb_s": self.kernel_type.bytes_moved(workload) / seconds / 1e9,
-            "tflops": self.kernel_type.flops(workload) / seconds / 1e12,
-            "pct_peak": roofline.pct_peak(self.kernel_type, workload, latency_us, self._ceilings()),
-            "max_abs_error": passed.max_abs_error,
-            "error_ratio": passed.error_ratio,
-        }
-        if _INCUMBENT in columns:
-            incumbent = statistics.compare(columns[_INCUMBENT].device_us, own, epsilon=epsilon)
-            update["incumbent_us"] = median(columns[_INCUMBENT].device_us)
-            update["speedup_vs_incumbent"] = incumbent.speedup
-            update["ci95_vs_incumbent"] = incumbent.interval
-        if with_peers:
-            result = self._baseline_of(result, columns)
-            assert result.baseline is not None
-            fastest = statistics.compare(columns[result.baseline].device_us, own, epsilon=epsilon)
-            update["speedup"], update["ci95"] = fastest.speedup, fastest.interval
-        elif _key(workload) in self.baselines:
-            # The peers were timed when the session began; eager, timed now as well, carries the comparison over.
-            known = self.baselines[_key(workload)]
-            assert known.eager_us is not None and known.baseline_us is not None
-            update["baseline"] = known.baseline
-            update["baseline_us"] = known.baseline_us / known.eager_us * update["eager_us"]
-            update["speedup"] = eager.speedup * known.baseline_us / known.eager_us
-            update["peers_us"] = known.peers_us
-        return result.model_copy(update=update)
-
-    # --- children --------------------------------------------------------------------------------------------------
-
-    def _child(self) -> Child:
-        child, self.spare = self.spare, None
-        return child if child is not None and not child.ended else self._new_child()
-
-    def _new_child(self) -> Child:
-        """A fresh child with an arena large enough for whatever it will be asked."""
-        if self.server is None:
-            self.server = Server(interpret=self.interpret, device=self.device.type)
-        if self.isolate:
-            try:
-                return self._opened(isolate=True)
-            except JudgeError as error:
-                log.warning("children run without namespaces of their own: %s", error)
-                self.isolate = False
-        return self._opened(isolate=False)
-
-    def _opened(self, *, isolate: bool) -> Child:
-        assert self.server is not None
-        spawned = self.server.spawn(isolate=isolate)
-        if spawned is None:
-            raise JudgeError("the system refuses them")
-        if self.pool is None:
-            self.pool = Pool(self._arena_bytes(), self.device)
-        child = Child(spawned, self.pool, timeout_s=self.settings.timeout_s)
-        child.open()
-        return child
-
-    def _arena_bytes(self) -> int:
-        """The most that any case or timed workload takes, in any domain."""
-        whole = Domain(dtypes=self.kernel_type.dtypes, values={})
-        made = [case for stage in STAGES for case in cases_of(stage, self.scope, whole)]
-        made += [Case(stage="smoke", workload=w, repeats=cases.REPEATS) for w in self.scope.workloads]
-        needed = [room_for(self.kernel_type, case) for case in made]
-        needed += [timing.room_for(self.kernel_type, w, self.device) for w in self.scope.workloads]
-        return max(needed)
-
-    def _holder(self, incumbent: Candidate) -> Child:
-        """The child that holds the incumbent, started again if need be."""
-        child = self.kept.get(incumbent.digest)
-        if child is not None and not child.ended:
-            return child
-        child = self._new_child()
-        try:
-            child.build(incumbent, str(self.device))
-        except Failed as failed:
-            child.end()
-            raise JudgeError(
-                f"The incumbent, which had passed, {failed.what}.",
-                remedy="Judge it again on its own (bench).",
-            ) from None
-        self._keep(incumbent, child)
-        return child
-
-    def _retire(self, candidate: Candidate, child: Child, *, keep: bool) -> None:
-        if keep and not child.ended:
-            self._keep(candidate, child)
-        else:
-            child.end()
-
-    def _keep(self, candidate: Candidate, child: Child) -> None:
-        """Keep a child alive: the candidate may be the next one's opponent."""
-        old = self.kept.pop(candidate.digest, None)
-        if old is not None and old is not child:
-            old.end()
-        self.kept[candidate.digest] = child
-        while len(self.kept) > _KEPT_CHILDREN:
-            self.kept.pop(next(iter(self.kept))).end()
 
     def _probe_device(self) -> None:
         """After a crash: is the device still sane?
@@ -609,18 +381,17 @@ def _in_dtype(workload: Workload, dtype: str) -> Workload:
 
 
 def _distinct(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
-    return tuple({_key(w): w for w in workloads}.values())
-
-
-def _key(workload: Workload) -> str:
-    """What makes two calls the same call."""
-    return workload.model_copy(update={"label": "", "calls": 0, "share": 0.0}).model_dump_json()
-
-
-def _untimed(workload: Workload) -> WorkloadResult:
-    return WorkloadResult(
-        label=workload.label, shape=workload.shape, dtype=workload.dtype, share=workload.share
-    )
+    """The same call once, with the calls and the share of all of them."""
+    found: dict[str, Workload] = {}
+    for workload in workloads:
+        key = key_of(workload)
+        if key in found:
+            old = found[key]
+            more = {"calls": old.calls + workload.calls, "share": old.share + workload.share}
+            found[key] = old.model_copy(update=more)
+        else:
+            found[key] = workload
+    return tuple(found.values())
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

@@ -167,12 +167,10 @@ class Server:
         return None
 
     def close(self) -> None:
+        """End the server, and with it whatever children are left."""
         self._channel.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
         self._log.close()
 
 

@@ -12,8 +12,7 @@ from autokernel_hf.judge import checks
 from autokernel_hf.judge.arena import POISON, Layout, Slot, outputs_of
 from autokernel_hf.judge.cases import Case
 from autokernel_hf.judge.remote import Child, Failed
-from autokernel_hf.judge.seeds import Seeds
-from autokernel_hf.kernels.base import Args, KernelType, make_inputs
+from autokernel_hf.kernels.base import Args, KernelType
 from autokernel_hf.records import BenchStatus, TensorSpec, Workload
 
 _SHIFT_BYTES = 1 << 16  # repeated calls get their inputs elsewhere: an address must not matter
@@ -61,14 +60,13 @@ def room_for(kernel_type: KernelType, case: Case) -> int:
     return end + (case.repeats - 1) * _SHIFT_BYTES
 
 
-def run_case(child: Child, kernel_type: KernelType, case: Case, seeds: Seeds, device: torch.device) -> Passed:
-    """Run one case.
+def run_case(child: Child, kernel_type: KernelType, case: Case, args: Args, device: torch.device) -> Passed:
+    """Run one case on the given arguments, which the candidate has never seen.
 
     Raises:
         StageFailed: The candidate did not pass it.
     """
     workload = case.workload
-    args = make_inputs(kernel_type, workload, seeds.next(), device)
     outputs = outputs_of(kernel_type, workload)
     try:
         if case.refuse:
@@ -140,15 +138,12 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def audit(
-    child: Child, kernel_type: KernelType, workload: Workload, seeds: Seeds, device: torch.device
-) -> None:
+def audit(child: Child, workload: Workload, args: Args) -> None:
     """Have a Triton candidate called once, and look at what it lets torch do.
 
     Raises:
         Failed: More than it may.
     """
-    args = make_inputs(kernel_type, workload, seeds.next(), device)
     placed = place(workload, ())
     for name, slot in placed.inputs:
         child.arena.write(slot, args[name])

@@ -1,0 +1,250 @@
+"""Timing the workloads of a session: the candidate against the incumbent, eager torch and the peers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from autokernel_hf import gpu
+from autokernel_hf.errors import JudgeError
+from autokernel_hf.judge import checks, roofline, statistics, timing
+from autokernel_hf.judge.cases import Scope, key_of
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.seeds import Seeds
+from autokernel_hf.judge.session import Settings
+from autokernel_hf.judge.stages import Passed
+from autokernel_hf.judge.turn import as_tuple
+from autokernel_hf.kernels.base import Args, make_inputs
+from autokernel_hf.records import Workload, WorkloadResult
+
+log = logging.getLogger(__name__)
+
+_CANDIDATE, _INCUMBENT = "candidate", "incumbent"
+_SECONDS = {"cpu": 4.0, "cuda": 1.0}  # of rounds, for all workloads of a candidate together
+
+
+def untimed(workload: Workload) -> WorkloadResult:
+    """The result of a workload that was not timed."""
+    return WorkloadResult(
+        label=workload.label, shape=workload.shape, dtype=workload.dtype, share=workload.share
+    )
+
+
+class Bench:
+    """Times workloads; keeps their values and what is known of their peers for the session."""
+
+    def __init__(self, scope: Scope, settings: Settings, device: torch.device, seeds: Seeds) -> None:
+        self.scope = scope
+        self.kernel_type = scope.kernel_type
+        self.settings = settings
+        self.device = device
+        self.seeds = seeds
+        self._known_values: dict[str, timing.Values] = {}
+        self._baselines: dict[str, WorkloadResult] = {}
+        self._measured_ceilings: gpu.Ceilings | None = None
+
+    def peers(self, workload: Workload) -> WorkloadResult:
+        """Time what a user would pick instead."""
+        values = self._values(workload)
+        rounds = self._rounds(values, self._peers(values), (0.0,) * len(values.outputs))
+        with gpu.device_lock(self.device):
+            columns = rounds.run(self._budget(peers=True), lambda columns: False)
+        result = _with_baseline(untimed(workload), columns)
+        self._baselines[key_of(workload)] = result
+        return result
+
+    def candidate(
+        self, child: Child, holder: Child | None, workload: Workload, passed: Passed, *, peers: bool
+    ) -> WorkloadResult:
+        """Time a candidate against the incumbent, or against eager torch, and against all peers if asked to.
+
+        Raises:
+            Failed: It crashed, was wrong, cheated, or is faster than the device can be.
+            JudgeError: The incumbent failed.
+        """
+        values = self._values(workload)
+        local = self._peers(values, eager_only=not peers)
+        contenders: list[timing.Contender] = [*local, timing.Remote(_CANDIDATE, child, values)]
+        if holder is not None:
+            contenders.append(timing.Remote(_INCUMBENT, holder, values))
+        against = _INCUMBENT if holder is not None else timing.EAGER
+        epsilon = self.settings.epsilon
+
+        def decided(columns: Mapping[str, timing.Column]) -> bool:
+            return statistics.decided(
+                columns[against].device_us, columns[_CANDIDATE].device_us, epsilon=epsilon
+            )
+
+        rounds = self._rounds(values, contenders, passed.torch_error)
+        try:
+            with gpu.device_lock(self.device):
+                columns = rounds.run(self._budget(peers=peers), decided)
+        except Failed as failed:
+            if rounds.failed_contender == _INCUMBENT:
+                raise JudgeError(
+                    f"The incumbent, which had passed, failed as the opponent of a candidate: it {failed.what}.",
+                    remedy="Judge the incumbent again on its own (bench); it may be unstable.",
+                ) from None
+            raise Failed(
+                failed.status, f"{failed.what} (while timed on {workload.label}, {workload.dtype})"
+            ) from None
+        result = self._result(workload, columns, passed, with_peers=peers)
+        assert result.latency_us is not None
+        fault = roofline.beats_hardware(self.kernel_type, workload, result.latency_us, self._ceilings())
+        if fault:
+            raise Failed("rejected", f"{fault} (on {workload.label}, {workload.dtype})")
+        return result
+
+    def _ceilings(self) -> gpu.Ceilings:
+        if self._measured_ceilings is None:
+            self._measured_ceilings = gpu.measure_ceilings(self.device)
+        return self._measured_ceilings
+
+    def _values(self, workload: Workload) -> timing.Values:
+        """The values of a timed workload: made once a session, and seen by no child but rotated.
+
+        Raises:
+            JudgeError: An impostor passes the workload, so that it says nothing about a kernel.
+        """
+        key = key_of(workload)
+        if key not in self._known_values:
+            values = timing.Values(
+                self.kernel_type, workload, self.device, [self.seeds.next() for _ in range(2)]
+            )
+            passing = checks.admit(self.kernel_type, workload, (values.masters[0], values.masters[1]))
+            if passing:
+                raise JudgeError(
+                    f"The workload {workload.label} ({workload.dtype}) cannot be judged by: impostors pass it "
+                    f"({', '.join(passing)}).",
+                    remedy="Use another shape or other values.",
+                )
+            self._known_values[key] = values
+        return self._known_values[key]
+
+    def fresh(self, workload: Workload) -> Args:
+        """Arguments that no candidate has seen: for the large timed workloads by rotation, else drawn anew."""
+        if not self.scope.interpret and any(
+            key_of(workload) == key_of(timed) for timed in self.scope.workloads
+        ):
+            return self._values(workload).sample(random.Random(self.seeds.next()))
+        return make_inputs(self.kernel_type, workload, self.seeds.next(), self.device)
+
+    def _rounds(
+        self,
+        values: timing.Values,
+        contenders: Sequence[timing.Contender],
+        torch_error: Sequence[float],
+    ) -> timing.Rounds:
+        return timing.Rounds(
+            values,
+            contenders,
+            torch_error=torch_error,
+            seed=self.seeds.next(),
+            epsilon=self.settings.epsilon,
+        )
+
+    def _budget(self, *, peers: bool) -> timing.Budget:
+        if self.settings.quick:
+            return timing.Budget(seconds=1.0, least=statistics.EARLY_ROUNDS, most=2 * statistics.EARLY_ROUNDS)
+        seconds = _SECONDS[self.device.type]
+        if peers:
+            return timing.Budget(seconds=1.5 * seconds, least=statistics.FULL_ROUNDS, most=60)
+        each = max(seconds / len(self.scope.workloads), 0.3 * seconds)
+        return timing.Budget(seconds=each, least=statistics.EARLY_ROUNDS, most=100)
+
+    def _peers(self, values: timing.Values, *, eager_only: bool = False) -> list[timing.Local]:
+        """The peers that can do this workload here, and do it right; eager first, which defines the op."""
+        workload, kernel_type = values.workload, self.kernel_type
+        args = make_inputs(kernel_type, workload, self.seeds.next(), self.device)
+        expected = checks.expect(kernel_type, workload, args)
+        found = []
+        for peer in kernel_type.peers[: 1 if eager_only else None]:
+            try:
+                function = peer.make(workload, self.device)
+                if function is None:
+                    continue
+                outputs = as_tuple(function(**args))
+            except Exception as error:  # noqa: BLE001 - foreign code; a peer that cannot do it is none
+                log.warning("peer %s cannot do %s: %s", peer.name, workload.label, error)
+                continue
+            problem = checks.form_of(outputs, expected) or (
+                checks.check_values(outputs, expected, kernel_type, workload).problem
+            )
+            if problem and peer.name != timing.EAGER:
+                log.warning("peer %s is wrong on %s: %s", peer.name, workload.label, problem)
+                continue
+            found.append(timing.Local(peer.name, function, values))
+        if not found or found[0].name != timing.EAGER:
+            raise JudgeError(
+                f"The plain torch expression of {kernel_type.name} does not run {workload.label}."
+            )
+        return found
+
+    def _result(
+        self,
+        workload: Workload,
+        columns: Mapping[str, timing.Column],
+        passed: Passed,
+        *,
+        with_peers: bool,
+    ) -> WorkloadResult:
+        own = columns[_CANDIDATE].device_us
+        epsilon = self.settings.epsilon
+        latency_us = median(own)
+        eager = statistics.compare(columns[timing.EAGER].device_us, own, epsilon=epsilon)
+        result = untimed(workload)
+        seconds = latency_us / 1e6
+        update: dict[str, Any] = {
+            "latency_us": latency_us,
+            "host_us": median(columns[_CANDIDATE].host_us),
+            "eager_us": median(columns[timing.EAGER].device_us),
+            "speedup_vs_eager": eager.speedup,
+            "ci95_vs_eager": eager.interval,
+            "gb_s": self.kernel_type.bytes_moved(workload) / seconds / 1e9,
+            "tflops": self.kernel_type.flops(workload) / seconds / 1e12,
+            "pct_peak": roofline.pct_peak(self.kernel_type, workload, latency_us, self._ceilings()),
+            "max_abs_error": passed.max_abs_error,
+            "error_ratio": passed.error_ratio,
+        }
+        if _INCUMBENT in columns:
+            incumbent = statistics.compare(columns[_INCUMBENT].device_us, own, epsilon=epsilon)
+            update["incumbent_us"] = median(columns[_INCUMBENT].device_us)
+            update["speedup_vs_incumbent"] = incumbent.speedup
+            update["ci95_vs_incumbent"] = incumbent.interval
+        if with_peers:
+            result = _with_baseline(result, columns)
+            assert result.baseline is not None
+            fastest = statistics.compare(columns[result.baseline].device_us, own, epsilon=epsilon)
+            update["speedup"], update["ci95"] = fastest.speedup, fastest.interval
+        elif key_of(workload) in self._baselines:
+            # The peers were timed when the session began; eager, timed now as well, carries the comparison over.
+            known = self._baselines[key_of(workload)]
+            assert known.eager_us is not None and known.baseline_us is not None
+            update["baseline"] = known.baseline
+            update["baseline_us"] = known.baseline_us / known.eager_us * update["eager_us"]
+            update["speedup"] = eager.speedup * known.baseline_us / known.eager_us
+            update["peers_us"] = known.peers_us
+        return result.model_copy(update=update)
+
+
+def _with_baseline(result: WorkloadResult, columns: Mapping[str, timing.Column]) -> WorkloadResult:
+    """Fill in the peers' times, and which of them is the fastest."""
+    peers = {
+        name: median(column.device_us)
+        for name, column in columns.items()
+        if name not in (_CANDIDATE, _INCUMBENT)
+    }
+    fastest = min(peers, key=lambda name: peers[name])
+    return result.model_copy(
+        update={
+            "baseline": fastest,
+            "baseline_us": peers[fastest],
+            "eager_us": peers[timing.EAGER],
+            "peers_us": peers,
+        }
+    )

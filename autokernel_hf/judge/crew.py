@@ -1,0 +1,102 @@
+"""The children of a session: started from the fork server, kept while they may be needed, ended whole."""
+
+from __future__ import annotations
+
+import logging
+
+from autokernel_hf.errors import JudgeError
+from autokernel_hf.judge.arena import Pool
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.server import Server
+from autokernel_hf.records import Candidate
+
+log = logging.getLogger(__name__)
+
+_KEPT_CHILDREN = 2
+
+
+class Crew:
+    """Starts and ends children.
+
+    Args:
+        device: As torch names it: cpu, cuda:0.
+        server: One that was started already, or None.
+        pool: Arenas large enough for whatever a child will be asked.
+    """
+
+    def __init__(
+        self, *, device: str, interpret: bool, timeout_s: float, server: Server | None, pool: Pool
+    ) -> None:
+        self._device = device
+        self._interpret = interpret
+        self._timeout_s = timeout_s
+        self._server = server
+        self._pool = pool
+        self._isolate = True
+        self._spare: Child | None = None
+        self._kept: dict[str, Child] = {}
+
+    def take(self) -> Child:
+        """A child that holds nothing yet."""
+        child, self._spare = self._spare, None
+        return child if child is not None and not child.ended else self._start()
+
+    def prepare(self) -> None:
+        """Have a child ready for the next `take`: on a GPU its context takes a while."""
+        if self._spare is None:
+            self._spare = self._start()
+
+    def holder(self, incumbent: Candidate) -> Child:
+        """The child that holds a candidate which had passed, started again if need be.
+
+        Raises:
+            JudgeError: It does not build any more.
+        """
+        child = self._kept.pop(incumbent.digest, None)
+        if child is None or child.ended:
+            child = self.take()
+            try:
+                child.build(incumbent, self._device)
+            except Failed as failed:
+                child.end()
+                raise JudgeError(
+                    f"The incumbent, which had passed, {failed.what}.",
+                    remedy="Judge it again on its own (bench).",
+                ) from None
+        self.keep(incumbent, child)
+        return child
+
+    def keep(self, candidate: Candidate, child: Child) -> None:
+        """Keep a child alive, instead of the one that was used longest ago: it may be the next candidate's opponent."""
+        old = self._kept.pop(candidate.digest, None)
+        if old is not None and old is not child:
+            old.end()
+        self._kept[candidate.digest] = child
+        while len(self._kept) > _KEPT_CHILDREN:
+            self._kept.pop(next(iter(self._kept))).end()
+
+    def close(self) -> None:
+        for child in (*self._kept.values(), *([self._spare] if self._spare else [])):
+            child.end()
+        self._pool.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _start(self) -> Child:
+        if self._server is None:
+            self._server = Server(interpret=self._interpret, device=self._device.partition(":")[0])
+        if self._isolate:
+            try:
+                return self._opened(self._server, isolate=True)
+            except JudgeError as error:
+                log.warning("children run without namespaces of their own: %s", error)
+                self._isolate = False
+        return self._opened(self._server, isolate=False)
+
+    def _opened(self, server: Server, *, isolate: bool) -> Child:
+        spawned = server.spawn(isolate=isolate)
+        if spawned is None:
+            raise JudgeError("The system refuses process and network namespaces.")
+        child = Child(spawned, self._pool, timeout_s=self._timeout_s)
+        child.open()
+        return child
