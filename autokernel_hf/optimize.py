@@ -316,7 +316,8 @@ class Search:
         self.progress.step(
             len(self.attempts()),
             self.limits.max_experiments,
-            f"#{record.experiment} {record.decision} ({record.evaluation.status}{figure}): {record.description}",
+            f"#{record.experiment} {record.decision} ({record.evaluation.status}{figure}; {record.seconds:.1f} s): "
+            f"{record.description}",
         )
 
 

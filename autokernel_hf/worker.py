@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -164,7 +165,15 @@ _TASKS: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
 }
 
 
+def _end_with(parent: int) -> None:
+    """End when the orchestrator does, however it does: nobody would read the answer."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 def _main(task: str, asked: str, answered: str) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     request_type, function = _TASKS[task]
     try:

@@ -47,36 +47,28 @@ def run_case(arguments: list[str], device: str, timeout_s: float, log: Path) -> 
                     command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=timeout_s, check=False
                 )
             except subprocess.TimeoutExpired:
-                return {"not_finished_after_s": timeout_s}
+                return {"not_finished_after_s": round(timeout_s), "experiments": experiments_of(Path(folder))}
         seconds = time.monotonic() - started
-        record = (
-            json.loads(done.stdout)
-            if done.stdout.strip()
-            else {"error": f"exit code {done.returncode}, no output"}
-        )
-        ledger = Path(record.get("run_dir", folder)) / "ledger.jsonl"
-        experiments = (
-            [
-                {
-                    "target": event["record"]["target"],
-                    "backend": event["record"]["backend"],
-                    "decision": event["record"]["decision"],
-                    "status": event["record"]["evaluation"]["status"],
-                    "reason": event["record"]["reason"],
-                    "description": event["record"]["description"],
-                    "seconds": event["record"]["seconds"],
-                }
-                for event in (json.loads(line) for line in ledger.read_text().splitlines() if ledger.exists())
-                if event["event"] == "judged"
-            ]
-            if ledger.exists()
-            else []
-        )
+        record = json.loads(done.stdout) if done.stdout.strip() else {"error": f"exit code {done.returncode}"}
+        experiments = experiments_of(Path(folder))
         # Where it ran is nobody's business.
         record.pop("run_dir", None)
         for package in record.get("packages", []):
             package["path"] = Path(package["path"]).name
         return {"seconds": round(seconds, 1), "record": record, "experiments": experiments}
+
+
+def experiments_of(folder: Path) -> list[dict[str, object]]:
+    """What a run's ledger says of its experiments, and the seconds that each took."""
+    found = []
+    for path in folder.glob("*/ledger.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            if event["event"] == "judged":
+                record = event["record"]
+                fields = ("target", "backend", "decision", "reason", "description", "seconds")
+                found.append({"status": record["evaluation"]["status"], **{f: record[f] for f in fields}})
+    return found
 
 
 def main() -> None:
@@ -87,6 +79,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="run the cases whose name contains this")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all cases")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--top", type=int, help="targets a model, where it is not the case's own")
     parser.add_argument(
         "--max-experiments", type=int, help="experiments a target, where it is not the case's own"
@@ -102,7 +95,8 @@ def main() -> None:
         if left < 30:
             results[name] = {"not_run": "the budget was spent"}
             continue
-        more = ["--top", str(arguments.top)] if arguments.top else []
+        more = ["--backend", arguments.backend]
+        more += ["--top", str(arguments.top)] if arguments.top else []
         more += ["--max-experiments", str(arguments.max_experiments)] if arguments.max_experiments else []
         results[name] = run_case([*case, *more], arguments.device, left, log)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
