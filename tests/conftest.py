@@ -13,7 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-gpu", action="store_true", help="fail, not skip, GPU tests where there is no GPU")
+    parser.addoption(
+        "--require-gpu", action="store_true", help="fail, not skip, GPU tests where there is no GPU"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
