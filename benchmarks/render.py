@@ -1,0 +1,164 @@
+"""Put the figures of the result files into README.md and docs/, between markers; `--check` says whether they are there.
+
+python benchmarks/render.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def read(name: str) -> Any:
+    path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def where(device: dict[str, Any]) -> str:
+    units = "cores" if device["kind"] == "cpu" else "multiprocessors"
+    versions = ", ".join(
+        f"{name} {device[name]}"
+        for name in ("torch", "triton", "driver")
+        if device.get(name) and device["kind"] == "cuda"
+    )
+    versions = versions or f"torch {device['torch']}"
+    return f"{device['name']}, {device['units']} {units}, {versions}, {device['date'][:10]}"
+
+
+def interval(value: list[float] | None) -> str:
+    return f" [{value[0]:.3f}, {value[1]:.3f}]" if value else ""
+
+
+def ratio(value: float | None, ci95: list[float] | None) -> str:
+    return f"{value:.3f}{interval(ci95)}" if value is not None else "not measured"
+
+
+def models(name: str) -> str:
+    """Whole models: one row each, as `optimize` told it."""
+    document = read(name)
+    if document is None:
+        return ""
+    lines = [
+        "| model and input | outcome | eager | with kernels | compile | compile + kernels | against eager (95 %) "
+        "| against compile (95 %) | kernels that won | all in |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    device = None
+    for case, result in document["cases"].items():
+        record = result.get("record")
+        if not record or "error" in record:
+            continue
+        device = record["device"]
+        won = ", ".join(f"{t['name']} {t['speedup']:.1f}x" for t in record["targets"] if t["status"] == "won")
+        found = record["verification"]
+        cells = [case, record["status"]]
+        if found is None:
+            cells += ["", "", "", "", "", ""]
+        else:
+            times = found["latency_ms"]
+            best = {
+                "eager": times["eager"],
+                "eager_kernels": times["eager_kernels"],
+                "compile": _least(times["compile"], times["compile_cudagraphs"]),
+                "compile_kernels": _least(times["compile_kernels"], times["compile_kernels_cudagraphs"]),
+            }
+            cells += [f"{v:.2f} ms" if v is not None else "not measured" for v in best.values()]
+            cells += [
+                ratio(found["speedup"]["vs_eager"], found["speedup_ci95"]["vs_eager"]),
+                ratio(found["speedup"]["vs_compile"], found["speedup_ci95"]["vs_compile"]),
+            ]
+        cells += [won or "none", f"{result['seconds']:.0f} s"]
+        lines.append("| " + " | ".join(cells) + " |")
+    if device is None:
+        return ""
+    return (
+        f"Measured on {where(device)}; random weights; medians, all columns in turn within a round "
+        f"(`benchmarks/results/{name}`). Columns with compile are the better of torch.compile without and with CUDA "
+        "graphs, where there are any. A speed-up of a kernel is against the model's own code at that place.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def _least(*values: float | None) -> float | None:
+    known = [v for v in values if v is not None]
+    return min(known) if known else None
+
+
+def starters(name: str) -> str:
+    """The starters beside what a user would pick instead, one row a workload."""
+    document = read(name)
+    if document is None:
+        return ""
+    lines = [
+        "| type | workload | triton | cuda | best peer | triton against it | cuda against it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    late = False
+    for entry in document["timed"]:
+        for row in entry["workloads"]:
+            us = row["us"]
+            peers = {k: v for k, v in us.items() if k not in ("triton", "cuda")}
+            if not peers:
+                continue
+            best = min(peers, key=lambda k: peers[k])
+            mark = "" if "compile" in peers else "*"
+            late = late or bool(mark)
+            cells = [entry["kernel_type"], f"{row['label']} {row['dtype']}"]
+            cells += [f"{us[b]:.1f} us" if b in us else "not measured" for b in ("triton", "cuda")]
+            cells.append(f"{best} {peers[best]:.1f} us{mark}")
+            cells += [f"{peers[best] / us[b]:.2f}x" if b in us else "" for b in ("triton", "cuda")]
+            lines.append("| " + " | ".join(cells) + " |")
+    note = " Rows with * are without torch.compile, which was not ready in the time given." if late else ""
+    return (
+        f"The starters, untuned, on {where(document['device'])}: device time, L2 flushed, medians, peers and starters in "
+        f"turn within a round (`benchmarks/results/{name}`).{note}\n\n" + "\n".join(lines)
+    )
+
+
+def blocks() -> dict[str, dict[str, str]]:
+    """By document, the text of each block of results."""
+    return {
+        "README.md": {"cpu": models("whole-models-cpu.json"), "cuda": models("whole-models-h200.json")},
+        "docs/starters.md": {"starters": starters("starters-h200.json")},
+    }
+
+
+def render(text: str, name: str, block: str) -> str:
+    """A document's text with one block of results as the files say."""
+    pattern = rf"(<!-- results: {name} -->\n).*?(<!-- end results -->)"
+    text, count = re.subn(
+        pattern, lambda m: m[1] + (block + "\n" if block else "") + m[2], text, flags=re.DOTALL
+    )
+    if count != 1:
+        raise SystemExit(f"there is no block of results named {name}")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail where a document is out of date"
+    )
+    arguments = parser.parse_args()
+    for document, named in blocks().items():
+        path = ROOT / document
+        before = after = path.read_text(encoding="utf-8")
+        for name, block in named.items():
+            after = render(after, name, block)
+        if arguments.check and before != after:
+            sys.exit(f"{document} does not show the result files; run benchmarks/render.py")
+        if not arguments.check:
+            path.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
