@@ -510,7 +510,7 @@ def _laid_out(spec: TensorSpec, layout: str) -> TensorSpec:
     if layout == "contiguous" or rank == 0:
         return spec
     if layout == "offset":
-        return spec.model_copy(update={"offset": 1, "strides": _contiguous(shape)})
+        return spec.model_copy(update={"offset": 1, "strides": tuple(_contiguous(shape))})
     if layout == "sliced":
         strides = [2 * s for s in _contiguous(shape)]
     elif layout == "padded":
