@@ -67,7 +67,9 @@ def test_reference_is_within_tolerance_of_the_oracle(name: str) -> None:
 def test_impostors_fail_on_every_workload(name: str) -> None:
     kind = kernel_type(name)
     for workload in workloads_of(kind):
-        assert admit(kind, workload, (3, 4)) == (), f"{workload.label} {workload.dtype}"
+        assert (
+            admit(kind, workload, (make_inputs(kind, workload, 3), make_inputs(kind, workload, 4))) == ()
+        ), f"{workload.label} {workload.dtype}"
 
 
 @pytest.mark.parametrize("name", TYPES)
