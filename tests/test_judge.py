@@ -368,13 +368,20 @@ def test_keeps_what_is_faster_in_all_stages() -> None:
     assert decide(judged(timed("a", 1.2, 0.05)))[0] == "keep"
 
 
+def test_tells_where_it_is_slower_though_not_all_was_timed() -> None:
+    untimed = WorkloadResult(label="b", shape="b", dtype="float32")
+    decision, reason = decide(judged(timed("a", 0.5, 0.1), untimed, all_stages=False))
+    assert decision == "revert"
+    assert "Slower on a: 0.500x" in reason
+
+
 def test_reverts_what_is_within_epsilon() -> None:
     decision, reason = decide(judged(timed("a", 1.03, 0.025)))
     assert (decision, reason.startswith("No difference")) == ("revert", True)
 
 
 def test_reverts_a_win_that_costs_a_workload_more_than_delta() -> None:
-    decision, reason = decide(judged(timed("a", 1.5, 0.01), timed("b", 0.97, 0.001)))
+    decision, reason = decide(judged(timed("a", 1.5, 0.01), timed("b", 0.97, 0.02)))
     assert decision == "revert"
     assert "b is slower" in reason
 
@@ -396,7 +403,8 @@ def test_keeps_nothing_without_all_stages() -> None:
 
 def test_keeps_nothing_that_was_not_timed_everywhere() -> None:
     untimed = WorkloadResult(label="b", shape="b", dtype="float32")
-    assert decide(judged(timed("a", 2.0, 0.1), untimed))[0] == "revert"
+    decision, reason = decide(judged(timed("a", 2.0, 0.1), untimed))
+    assert (decision, reason) == ("revert", "It was not timed on all workloads.")
 
 
 def test_without_an_incumbent_eager_is_the_opponent() -> None:

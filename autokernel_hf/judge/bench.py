@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,18 +17,31 @@ from autokernel_hf import gpu
 from autokernel_hf.errors import JudgeError
 from autokernel_hf.judge import checks, roofline, statistics, timing
 from autokernel_hf.judge.cases import Scope, key_of
+from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.session import Settings
 from autokernel_hf.judge.stages import Passed
 from autokernel_hf.judge.turn import as_tuple
 from autokernel_hf.kernels.base import Args, make_inputs
-from autokernel_hf.records import Workload, WorkloadResult
+from autokernel_hf.records import Candidate, Workload, WorkloadResult
 
 log = logging.getLogger(__name__)
 
 _CANDIDATE, _INCUMBENT = "candidate", "incumbent"
 _SECONDS = {"cpu": 4.0, "cuda": 1.0}  # of rounds, for all workloads of a candidate together
+# On a CPU: a loser is told after two blocks; a winner must win across all.
+_CPU_BLOCKS, _FEWEST_BLOCKS, _BLOCK_ROUNDS = 5, 3, 8
+_PATIENCE_S = 20.0  # for a workload; then the fewest blocks are enough
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Who is timed: a candidate, the child in which it was judged, and the incumbent if there is one."""
+
+    candidate: Candidate
+    child: Child
+    incumbent: Candidate | None
 
 
 def untimed(workload: Workload) -> WorkloadResult:
@@ -47,19 +63,26 @@ class Bench:
         self._known_values: dict[str, timing.Values] = {}
         self._baselines: dict[str, WorkloadResult] = {}
         self._measured_ceilings: gpu.Ceilings | None = None
+        # Whether the candidate that was timed last is so much slower than the incumbent that no other workload can
+        # make up for it.
+        self.hopeless = False
 
     def peers(self, workload: Workload) -> WorkloadResult:
         """Time what a user would pick instead."""
         values = self._values(workload)
-        rounds = self._rounds(values, self._peers(values), (0.0,) * len(values.outputs))
+        local = self._peers(values)
+        columns = {c.name: timing.Column() for c in local}
+        rounds = timing.Rounds(
+            values, local, columns, torch_error=(0.0,) * len(values.outputs), seed=self.seeds.next()
+        )
         with gpu.device_lock(self.device):
-            columns = rounds.run(self._budget(peers=True), lambda columns: False)
+            rounds.run(self._budget(self._seconds(peers=True)), lambda: False)
         result = _with_baseline(untimed(workload), columns)
         self._baselines[key_of(workload)] = result
         return result
 
     def candidate(
-        self, child: Child, holder: Child | None, workload: Workload, passed: Passed, *, peers: bool
+        self, pair: Pair, crew: Crew, workload: Workload, passed: Passed, *, peers: bool
     ) -> WorkloadResult:
         """Time a candidate against the incumbent, or against eager torch, and against all peers if asked to.
 
@@ -69,36 +92,93 @@ class Bench:
         """
         values = self._values(workload)
         local = self._peers(values, eager_only=not peers)
-        contenders: list[timing.Contender] = [*local, timing.Remote(_CANDIDATE, child, values)]
-        if holder is not None:
-            contenders.append(timing.Remote(_INCUMBENT, holder, values))
-        against = _INCUMBENT if holder is not None else timing.EAGER
-        epsilon = self.settings.epsilon
-
-        def decided(columns: Mapping[str, timing.Column]) -> bool:
-            return statistics.decided(
-                columns[against].device_us, columns[_CANDIDATE].device_us, epsilon=epsilon
-            )
-
-        rounds = self._rounds(values, contenders, passed.torch_error)
-        try:
-            with gpu.device_lock(self.device):
-                columns = rounds.run(self._budget(peers=peers), decided)
-        except Failed as failed:
-            if rounds.failed_contender == _INCUMBENT:
-                raise JudgeError(
-                    f"The incumbent, which had passed, failed as the opponent of a candidate: it {failed.what}.",
-                    remedy="Judge the incumbent again on its own (bench); it may be unstable.",
-                ) from None
-            raise Failed(
-                failed.status, f"{failed.what} (while timed on {workload.label}, {workload.dtype})"
-            ) from None
+        columns = {name: timing.Column() for name in (*(c.name for c in local), _CANDIDATE)}
+        if pair.incumbent is not None:
+            columns[_INCUMBENT] = timing.Column()
+        against = timing.EAGER if pair.incumbent is None else _INCUMBENT
+        times = columns[against].device_us, columns[_CANDIDATE].device_us
+        blocks = columns[_CANDIDATE].blocks
+        count = 1 if self.settings.quick or self.device.type == "cuda" else _CPU_BLOCKS
+        budget = self._budget(self._seconds(peers=peers) / count, blocks=count)
+        decided = partial(statistics.decided, *times, epsilon=self.settings.epsilon)
+        began = time.monotonic()
+        with gpu.device_lock(self.device):
+            for block in range(count):
+                self._block(pair, crew, values, local, columns, passed, block, budget, decided)
+                if count > 1 and statistics.lost(*times, blocks, margin=self.settings.delta):
+                    break
+                if time.monotonic() - began > _PATIENCE_S and block + 1 >= _FEWEST_BLOCKS:
+                    break
+        self.hopeless = pair.incumbent is not None and statistics.lost(
+            *times, blocks, margin=self.settings.delta
+        )
         result = self._result(workload, columns, passed, with_peers=peers)
         assert result.latency_us is not None
         fault = roofline.beats_hardware(self.kernel_type, workload, result.latency_us, self._ceilings())
         if fault:
             raise Failed("rejected", f"{fault} (on {workload.label}, {workload.dtype})")
         return result
+
+    def _block(
+        self,
+        pair: Pair,
+        crew: Crew,
+        values: timing.Values,
+        local: Sequence[timing.Local],
+        columns: dict[str, timing.Column],
+        passed: Passed,
+        block: int,
+        budget: timing.Budget,
+        decided: Callable[[], bool],
+    ) -> None:
+        """One block of rounds.
+
+        On a CPU each block has processes of its own, of the same age: where a process's memory happens to lie makes a
+        few per cent, and one that has run for longer has an advantage of a tenth. On a GPU neither matters, and Triton
+        would compile anew, so the processes are kept.
+        """
+        fresh = self.device.type == "cpu"
+        children: list[Child] = []
+        rounds: timing.Rounds | None = None
+        try:
+            own = crew.fresh(pair.candidate) if fresh else pair.child
+            children.append(own)
+            contenders: list[timing.Contender] = [*local, timing.Remote(_CANDIDATE, own, values)]
+            if pair.incumbent is not None:
+                rival = self._rival(pair.incumbent, crew)
+                children.append(rival)
+                contenders.append(timing.Remote(_INCUMBENT, rival, values))
+            rounds = timing.Rounds(
+                values,
+                contenders,
+                columns,
+                torch_error=passed.torch_error,
+                seed=self.seeds.next(),
+                block=block,
+            )
+            rounds.run(budget, decided)
+            rounds.check_clocks()
+        except Failed as failed:
+            if rounds is not None and rounds.failed_contender == _INCUMBENT:
+                raise JudgeError(
+                    f"The incumbent, which had passed, failed as the opponent of a candidate: it {failed.what}.",
+                    remedy="Judge the incumbent again on its own (bench); it may be unstable.",
+                ) from None
+            where = f"{values.workload.label}, {values.workload.dtype}"
+            raise Failed(failed.status, f"{failed.what} (while timed on {where})") from None
+        finally:
+            if fresh:
+                for child in children:
+                    child.end()
+
+    def _rival(self, incumbent: Candidate, crew: Crew) -> Child:
+        try:
+            return crew.fresh(incumbent) if self.device.type == "cpu" else crew.holder(incumbent)
+        except Failed as failed:
+            raise JudgeError(
+                f"The incumbent, which had passed, {failed.what}.",
+                remedy="Judge it again on its own (bench).",
+            ) from None
 
     def _ceilings(self) -> gpu.Ceilings:
         if self._measured_ceilings is None:
@@ -134,28 +214,21 @@ class Bench:
             return self._values(workload).sample(random.Random(self.seeds.next()))
         return make_inputs(self.kernel_type, workload, self.seeds.next(), self.device)
 
-    def _rounds(
-        self,
-        values: timing.Values,
-        contenders: Sequence[timing.Contender],
-        torch_error: Sequence[float],
-    ) -> timing.Rounds:
-        return timing.Rounds(
-            values,
-            contenders,
-            torch_error=torch_error,
-            seed=self.seeds.next(),
-            epsilon=self.settings.epsilon,
-        )
-
-    def _budget(self, *, peers: bool) -> timing.Budget:
+    def _seconds(self, *, peers: bool) -> float:
+        """How long the rounds of one workload should take."""
         if self.settings.quick:
-            return timing.Budget(seconds=1.0, least=statistics.EARLY_ROUNDS, most=2 * statistics.EARLY_ROUNDS)
-        seconds = _SECONDS[self.device.type]
-        if peers:
-            return timing.Budget(seconds=1.5 * seconds, least=statistics.FULL_ROUNDS, most=60)
-        each = max(seconds / len(self.scope.workloads), 0.3 * seconds)
-        return timing.Budget(seconds=each, least=statistics.EARLY_ROUNDS, most=100)
+            return 1.0
+        total = _SECONDS[self.device.type]
+        return 1.5 * total if peers else max(total / len(self.scope.workloads), 0.3 * total)
+
+    def _budget(self, seconds: float, *, blocks: int = 1) -> timing.Budget:
+        if blocks > 1:
+            return timing.Budget(seconds=seconds, least=_BLOCK_ROUNDS, most=_BLOCK_ROUNDS)
+        if self.settings.quick:
+            return timing.Budget(
+                seconds=seconds, least=statistics.EARLY_ROUNDS, most=2 * statistics.EARLY_ROUNDS
+            )
+        return timing.Budget(seconds=seconds, least=statistics.EARLY_ROUNDS, most=100)
 
     def _peers(self, values: timing.Values, *, eager_only: bool = False) -> list[timing.Local]:
         """The peers that can do this workload here, and do it right; eager first, which defines the op."""
@@ -196,7 +269,8 @@ class Bench:
         own = columns[_CANDIDATE].device_us
         epsilon = self.settings.epsilon
         latency_us = median(own)
-        eager = statistics.compare(columns[timing.EAGER].device_us, own, epsilon=epsilon)
+        blocks = columns[_CANDIDATE].blocks
+        eager = statistics.compare(columns[timing.EAGER].device_us, own, blocks, epsilon=epsilon)
         result = untimed(workload)
         seconds = latency_us / 1e6
         update: dict[str, Any] = {
@@ -212,14 +286,14 @@ class Bench:
             "error_ratio": passed.error_ratio,
         }
         if _INCUMBENT in columns:
-            incumbent = statistics.compare(columns[_INCUMBENT].device_us, own, epsilon=epsilon)
+            incumbent = statistics.compare(columns[_INCUMBENT].device_us, own, blocks, epsilon=epsilon)
             update["incumbent_us"] = median(columns[_INCUMBENT].device_us)
             update["speedup_vs_incumbent"] = incumbent.speedup
             update["ci95_vs_incumbent"] = incumbent.interval
         if with_peers:
             result = _with_baseline(result, columns)
             assert result.baseline is not None
-            fastest = statistics.compare(columns[result.baseline].device_us, own, epsilon=epsilon)
+            fastest = statistics.compare(columns[result.baseline].device_us, own, blocks, epsilon=epsilon)
             update["speedup"], update["ci95"] = fastest.speedup, fastest.interval
         elif key_of(workload) in self._baselines:
             # The peers were timed when the session began; eager, timed now as well, carries the comparison over.

@@ -8,7 +8,7 @@ from autokernel_hf.errors import JudgeError
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.server import Server
-from autokernel_hf.records import Candidate
+from autokernel_hf.records import Built, Candidate
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Crew:
         self._isolate = True
         self._spare: Child | None = None
         self._kept: dict[str, Child] = {}
+        self._built: dict[str, Built] = {}
 
     def take(self) -> Child:
         """A child that holds nothing yet."""
@@ -46,24 +47,43 @@ class Crew:
         if self._spare is None:
             self._spare = self._start()
 
-    def holder(self, incumbent: Candidate) -> Child:
-        """The child that holds a candidate which had passed, started again if need be.
+    def build(self, child: Child, candidate: Candidate) -> Built:
+        """Build a candidate in a child, and import it there.
 
         Raises:
-            JudgeError: It does not build any more.
+            Failed: It does not build or import.
         """
-        child = self._kept.pop(incumbent.digest, None)
+        built = child.build(candidate, self._device)
+        self._built[candidate.digest] = built
+        return built
+
+    def fresh(self, candidate: Candidate) -> Child:
+        """A new child that holds a candidate.
+
+        Raises:
+            Failed: The candidate does not build or import any more.
+        """
+        child = self.take()
+        try:
+            if candidate.digest in self._built:
+                child.load(self._built[candidate.digest])
+            else:
+                self.build(child, candidate)
+        except Failed:
+            child.end()
+            raise
+        return child
+
+    def holder(self, candidate: Candidate) -> Child:
+        """The child that was kept for a candidate, or a new one, which is kept then.
+
+        Raises:
+            Failed: The candidate does not build or import any more.
+        """
+        child = self._kept.pop(candidate.digest, None)
         if child is None or child.ended:
-            child = self.take()
-            try:
-                child.build(incumbent, self._device)
-            except Failed as failed:
-                child.end()
-                raise JudgeError(
-                    f"The incumbent, which had passed, {failed.what}.",
-                    remedy="Judge it again on its own (bench).",
-                ) from None
-        self.keep(incumbent, child)
+            child = self.fresh(candidate)
+        self.keep(candidate, child)
         return child
 
     def keep(self, candidate: Candidate, child: Child) -> None:

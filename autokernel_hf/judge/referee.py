@@ -21,7 +21,7 @@ from autokernel_hf import contract
 from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, UsageError
 from autokernel_hf.judge import cases, timing
 from autokernel_hf.judge.arena import Pool
-from autokernel_hf.judge.bench import Bench, untimed
+from autokernel_hf.judge.bench import Bench, Pair, untimed
 from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of
 from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.quiet import family, wait_for_quiet
@@ -168,7 +168,7 @@ class Referee:
             domain = self._domain(candidate)
             crew = self._crew()
             child = crew.take()
-            built = child.build(candidate, str(self.device))
+            built = crew.build(child, candidate)
             sheet.resources, sheet.built_id = built.resources, built.id
             reason = self._judge(child, domain, request, sheet)
             status: BenchStatus = "passed"
@@ -182,7 +182,8 @@ class Referee:
             if not child.ended and self.device.type == "cuda":
                 with contextlib.suppress(Failed):
                     sheet.peak_bytes = child.peak_bytes()
-            if set(sheet.stages.values()) == {"passed"} and not request.confirm and not child.ended:
+            won = set(sheet.stages.values()) == {"passed"} and not request.confirm
+            if won and self.device.type == "cuda" and not child.ended:
                 self._crew().keep(candidate, child)
             else:
                 child.end()
@@ -282,15 +283,11 @@ class Referee:
         """
         seen: dict[str, Passed] = {}
         sheet.stages[stage] = "failed"
-        threads = torch.get_num_threads()
         # The oracle works while the child does, and the calls are small: more threads would only disturb.
-        torch.set_num_threads(1)
-        try:
+        with timing.threads(1):
             for case in cases_of(stage, self.scope, domain):
                 args = self.bench.fresh(case.workload)
                 seen[key_of(case.workload)] = run_case(child, self.kernel_type, case, args, self.device)
-        finally:
-            torch.set_num_threads(threads)
         sheet.stages[stage] = "passed"
         return seen
 
@@ -307,22 +304,19 @@ class Referee:
     ) -> tuple[WorkloadResult, ...]:
         """Time the candidate on every workload in its domain; stop early once it cannot be kept any more."""
         results = {key_of(w): untimed(w) for w in self.scope.workloads}
-        holder = self._crew().holder(request.incumbent) if request.incumbent is not None else None
+        assert request.candidate is not None
+        pair = Pair(candidate=request.candidate, child=child, incumbent=request.incumbent)
         for workload in self.scope.workloads:
             if not holds(domain, workload):
                 continue
             assert sheet.smoke is not None
             passed = sheet.smoke[key_of(workload)]
-            result = self.bench.candidate(child, holder, workload, passed, peers=request.peers)
+            result = self.bench.candidate(pair, self._crew(), workload, passed, peers=request.peers)
             results[key_of(workload)] = result
             sheet.results = tuple(results.values())
-            if request.incumbent is not None and self._is_hopeless(result):
+            if self.bench.hopeless:
                 break
         return tuple(results.values())
-
-    def _is_hopeless(self, result: WorkloadResult) -> bool:
-        interval = result.ci95_vs_incumbent
-        return interval is not None and interval[1] < 1 - self.settings.delta
 
     def _probe_device(self) -> None:
         """After a crash: is the device still sane?

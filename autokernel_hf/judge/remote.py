@@ -64,7 +64,6 @@ class Child:
         self._pool = pool
         self.timeout_s = timeout_s
         self.ended = False
-        self.built: Built | None = None
 
     @property
     def pid(self) -> int:
@@ -102,11 +101,16 @@ class Child:
         except (KeyError, ValueError) as error:
             self.end()
             raise Failed("rejected", f"forged what its build returned ({type(error).__name__})") from None
-        self._command(
-            {"op": "load", "path": built.path, "kernel_type": candidate.kernel_type}, self.timeout_s
-        )
-        self.built = built
+        self.load(built)
         return built
+
+    def load(self, built: Built) -> None:
+        """Import what was built here or in another child.
+
+        Raises:
+            Failed: It does not import.
+        """
+        self._command({"op": "load", "path": built.path, "kernel_type": built.kernel_type}, self.timeout_s)
 
     def inspect(self) -> None:
         """Look for what the candidate has replaced in its process.

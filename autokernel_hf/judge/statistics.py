@@ -29,8 +29,8 @@ EARLY_LEVEL = 0.9998
 EARLY_ROUNDS = 10
 FULL_ROUNDS = 30
 _LOOK_EVERY = 10
-NARROW = (
-    0.5  # half-width of the interval, in epsilons, at which more rounds cannot change a verdict that matters
+_NARROW = (
+    0.5  # half-width of an interval, in epsilons, at which more rounds cannot change a verdict that matters
 )
 
 
@@ -44,17 +44,32 @@ class Comparison:
     rounds: int
 
 
-def bootstrap_median(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+def bootstrap_median(
+    values: Sequence[float], blocks: Sequence[int] | None = None, *, level: float = LEVEL
+) -> Interval:
     """The bootstrap interval of the median (percentile method).
 
+    Args:
+        blocks: Which block each value belongs to. Values of a block share what is fixed for a pair of processes (where
+            their memory lies), so blocks are drawn first, then values within them.
+
     Raises:
-        ValueError: There are no values.
+        ValueError: There are no values, or not a block for each.
     """
     data: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
     if data.size == 0:
         raise ValueError("no values to take a median of")
     generator = np.random.default_rng(_SEED)
-    medians = np.median(data[generator.integers(data.size, size=(RESAMPLES, data.size))], axis=1)
+    groups = np.zeros(data.size, dtype=np.int64) if blocks is None else np.asarray(blocks)
+    if groups.size != data.size:
+        raise ValueError("as many blocks as values are needed")
+    order = np.argsort(groups, kind="stable")
+    starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)[1:]
+    each = -(-data.size // starts.size)
+    drawn = generator.integers(starts.size, size=(RESAMPLES, starts.size))
+    within = generator.random((RESAMPLES, starts.size, each)) * sizes[drawn][:, :, None]
+    index = starts[drawn][:, :, None] + within.astype(np.int64)
+    medians = np.median(data[order][index.reshape(RESAMPLES, -1)], axis=1)
     tail = (1 - level) / 2
     low, high = np.quantile(medians, (tail, 1 - tail))
     return float(low), float(high)
@@ -70,7 +85,12 @@ def verdict(interval: Interval, epsilon: float) -> Verdict:
 
 
 def compare(
-    baseline_us: Sequence[float], candidate_us: Sequence[float], *, epsilon: float, level: float = LEVEL
+    baseline_us: Sequence[float],
+    candidate_us: Sequence[float],
+    blocks: Sequence[int] | None = None,
+    *,
+    epsilon: float,
+    level: float = LEVEL,
 ) -> Comparison:
     """Compare times that were taken in pairs.
 
@@ -78,7 +98,7 @@ def compare(
         ValueError: The sequences differ in length, or are empty.
     """
     ratios = [b / c for b, c in zip(baseline_us, candidate_us, strict=True)]
-    interval = bootstrap_median(ratios, level=level)
+    interval = bootstrap_median(ratios, blocks, level=level)
     return Comparison(
         speedup=float(np.median(ratios)),
         interval=interval,
@@ -87,23 +107,35 @@ def compare(
     )
 
 
+def lost(
+    baseline_us: Sequence[float],
+    candidate_us: Sequence[float],
+    blocks: Sequence[int] | None = None,
+    *,
+    margin: float,
+) -> bool:
+    """Whether the candidate is slower by more than `margin`, so clearly that few rounds show it."""
+    if len(candidate_us) < EARLY_ROUNDS:
+        return False
+    return compare(baseline_us, candidate_us, blocks, epsilon=margin, level=EARLY_LEVEL).verdict == "slower"
+
+
 def decided(baseline_us: Sequence[float], candidate_us: Sequence[float], *, epsilon: float) -> bool:
-    """Whether further rounds would hardly change the verdict.
+    """Whether further rounds between the same two processes would hardly change the verdict.
 
     A clear loser is seen after a few rounds. A winner, and the claim that there is no difference, need a full count.
     """
     rounds = len(candidate_us)
     if rounds < EARLY_ROUNDS or rounds % _LOOK_EVERY:
         return False
-    early = compare(baseline_us, candidate_us, epsilon=epsilon, level=EARLY_LEVEL)
-    if early.verdict == "slower":
+    if lost(baseline_us, candidate_us, margin=epsilon):
         return True
     if rounds < FULL_ROUNDS:
         return False
-    if early.verdict == "faster":
+    if compare(baseline_us, candidate_us, epsilon=epsilon, level=EARLY_LEVEL).verdict == "faster":
         return True
     low, high = compare(baseline_us, candidate_us, epsilon=epsilon).interval
-    return high - low <= 2 * NARROW * epsilon or (low >= 1 - epsilon and high <= 1 + epsilon)
+    return high - low <= 2 * _NARROW * epsilon or (low >= 1 - epsilon and high <= 1 + epsilon)
 
 
 def combine(

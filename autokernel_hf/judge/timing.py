@@ -8,10 +8,11 @@ difference, the float64 oracle decides.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -28,12 +29,15 @@ from autokernel_hf.kernels.base import DTYPES, Args, KernelType, itemsize, make_
 from autokernel_hf.records import TensorSpec, Workload
 
 EAGER = "eager"
-MAX_CALLS = 8
-_TURN_US = 4000.0  # of timed calls, so that short ones are not lost in the noise of one
+MAX_CALLS = 6
+# Of timed calls: enough that short ones are not lost in the noise of one, not more than a slow contender can bear.
+_TURN_US = 4000.0
+_LONGEST_TURN_US = 30_000.0
 _SET_BYTES = {"cpu": 1 << 30, "cuda": 512 << 20}
 _ROUND_S = 0.25
 _FEWEST_ROUNDS = 5
 _PATIENCE = 2.5  # times the budget: then the least count no longer matters
+_WARM_CALLS, _WARM_S = 24, 0.4
 _SPIN_LIMIT_S = 0.06
 # A synchronization that finds nothing to wait for takes less, and a kernel's own tail is a small part of it.
 _LATE_US = 30.0
@@ -53,8 +57,10 @@ class Column:
         default_factory=list
     )  # all timed calls together, by the contender's own clock
     wall_us: list[float] = field(default_factory=list)  # the whole turn, by the referee's clock
+    blocks: list[int] = field(default_factory=list)  # which pair of processes the round was between
 
-    def add(self, times: Times, wall_us: float) -> None:
+    def add(self, times: Times, wall_us: float, block: int) -> None:
+        self.blocks.append(block)
         self.device_us.append(median(times.device_us))
         self.host_us.append(median(times.host_us))
         self.late_us.append(median(times.late_us))
@@ -69,6 +75,17 @@ class Budget:
     seconds: float
     least: int
     most: int
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run torch's CPU code on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Values:
@@ -92,6 +109,7 @@ class Values:
         self.most_calls = max_calls(workload, self.live, self.outputs, device)
         self.calls = self.most_calls
         self.delay_us = DELAY_US[0]
+        self.threads = torch.get_num_threads()
         self.arguments: Args = dict(args)
         for name in self.live:
             self.arguments[name] = _same_layout(args[name])
@@ -192,15 +210,18 @@ class Local:
 
     def turn(self) -> tuple[Times, float]:
         values = self.values
-        began = time.perf_counter_ns()
-        times = Turn(
+        turn = Turn(
             self.function,
             values.arguments,
             [values.arguments[n] for n in values.live],
             values.sources[: values.calls],
             self.sinks[: values.calls],
-        ).take(self._flush, values.delay_us)
-        return times, (time.perf_counter_ns() - began) / 1e3
+        )
+        with threads(values.threads):
+            began = time.perf_counter_ns()
+            times = turn.take(self._flush, values.delay_us)
+            wall_us = (time.perf_counter_ns() - began) / 1e3
+        return times, wall_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,10 +331,11 @@ Contender = Local | Remote
 
 
 class Rounds:
-    """The measurement of one workload.
+    """A block of rounds on one workload, between the same processes.
 
     Args:
         contenders: The first must be the plain torch expression, in the referee.
+        columns: Where the times go; one that has times already is warm.
         torch_error: Per output, torch's own error on this workload, as the smoke stage saw it.
     """
 
@@ -321,26 +343,34 @@ class Rounds:
         self,
         values: Values,
         contenders: Sequence[Contender],
+        columns: dict[str, Column],
         *,
         torch_error: Sequence[float],
         seed: int,
-        epsilon: float,
+        block: int = 0,
     ) -> None:
         assert contenders[0].name == EAGER and isinstance(contenders[0], Local)
         self.values = values
         self.contenders = contenders
+        self.columns = columns
         self.eager = contenders[0]
         self.torch_error = torch_error
-        self.epsilon = epsilon
+        self.block = block
         self.dice = random.Random(seed)
-        self.columns: dict[str, Column] = {c.name: Column() for c in contenders}
+        self.failed_contender: str | None = None
 
-    def run(self, budget: Budget, decided: Callable[[Mapping[str, Column]], bool]) -> dict[str, Column]:
+    def run(self, budget: Budget, decided: Callable[[], bool]) -> None:
         """Take rounds until `decided`, or the budget is spent.
 
         Raises:
             Failed: A contender in a child failed; `failed_contender` says which.
         """
+        # What the referee does between turns it does on one thread: a pool that has worked spins on, and takes a core
+        # from the next.
+        with threads(1):
+            self._take_rounds(budget, decided)
+
+    def _take_rounds(self, budget: Budget, decided: Callable[[], bool]) -> None:
         self._warm_up()
         began = time.monotonic()
         for count in range(1, budget.most + 1):
@@ -349,17 +379,21 @@ class Rounds:
             now = time.monotonic()
             if now - started > _ROUND_S:
                 # A busy machine makes calls wait for a core: more rounds tell more than more calls in each.
-                self.values.calls = max(1, self.values.calls // 2)
-            if count >= budget.least and (now - began > budget.seconds or decided(self.columns)):
+                self.values.calls = max(self._fewest_calls, self.values.calls // 2)
+            if count >= budget.least and (now - began > budget.seconds or decided()):
                 break
             if count >= _FEWEST_ROUNDS and now - began > _PATIENCE * budget.seconds:
                 break
+
+    def check_clocks(self) -> None:
+        """Hold the clocks of contenders in children against the referee's, over all blocks so far.
+
+        Raises:
+            Failed: They contradict each other; `failed_contender` says whose.
+        """
         for contender in self.contenders:
             if isinstance(contender, Remote):
                 self._guarded(contender, partial(self._check_clocks, contender))
-        return self.columns
-
-    failed_contender: str | None = None
 
     def _guarded(self, contender: Contender, action: Callable[[], object]) -> object:
         try:
@@ -368,17 +402,37 @@ class Rounds:
             self.failed_contender = contender.name
             raise
 
+    @property
+    def _fewest_calls(self) -> int:
+        return min(2, self.values.most_calls)
+
     def _warm_up(self) -> None:
-        """One turn each that does not count: it compiles, fills caches, and tells how many calls a turn needs."""
-        self.values.calls = 1
+        """Turns that do not count: they compile, fill caches, and tell how many calls a turn needs.
+
+        They also let the allocator of each process settle: one that has just started walks through fresh memory for
+        about ten calls before it uses the same again, and page faults made a 0.1 ms kernel take 0.8 ms.
+        """
+        self.values.calls = self._fewest_calls
         self.values.refresh(self.dice)
-        shortest, host = math.inf, 0.0
+        times = {}
         for contender in self.contenders:
             contender.load()
-            times, _ = self._take(contender)
-            shortest = min(shortest, median(times.device_us))
-            host = max(host, median(times.host_us))
-        self.values.calls = max(1, min(self.values.most_calls, round(_TURN_US / shortest)))
+            times[contender.name], _ = self._take(contender)
+        host = max(median(t.host_us) for t in times.values())
+        shortest = {name: min(t.device_us) for name, t in times.items()}
+        self.values.calls = self.values.most_calls
+        self.values.refresh(self.dice)
+        for contender in self.contenders:
+            if isinstance(contender, Local) and self.columns[contender.name].device_us:
+                continue
+            contender.load()
+            until, calls = time.monotonic() + _WARM_S, 0
+            while calls < _WARM_CALLS and time.monotonic() < until:
+                taken, _ = self._take(contender)
+                calls += len(taken.device_us)
+                shortest[contender.name] = min(shortest[contender.name], *taken.device_us)
+        wanted = min(_TURN_US / min(shortest.values()), _LONGEST_TURN_US / max(shortest.values()))
+        self.values.calls = max(self._fewest_calls, min(self.values.most_calls, round(wanted)))
         if self.values.device.type == "cuda":
             self.values.delay_us = min(max(DELAY_US[0], DELAY_FACTOR * host), DELAY_US[1])
             _preheat(self.values.device)
@@ -399,28 +453,29 @@ class Rounds:
             if self.values.device.type == "cpu":
                 wait_for_quiet(pids, limit_s=_SPIN_LIMIT_S)
             times, wall_us = self._take(contender)
-            self.columns[contender.name].add(times, wall_us)
+            self.columns[contender.name].add(times, wall_us, self.block)
+        wanted = [
+            [
+                Near(w, self.values.kernel_type, self.values.workload, e)
+                for w, e in zip(call, self.torch_error, strict=True)
+            ]
+            for call in self.eager.sinks[: self.values.calls]
+        ]
         for contender in order:
             if isinstance(contender, Remote):
-                self._guarded(contender, partial(self._check, contender))
+                self._guarded(contender, partial(self._check, contender, wanted))
 
-    def _check(self, contender: Remote) -> None:
+    def _check(self, contender: Remote, wanted: Sequence[Sequence[Near]]) -> None:
         """Every timed output: a quick look against torch's, and the oracle where that finds a difference."""
         kernel_type, workload = self.values.kernel_type, self.values.workload
         contender.check_statics()
-        for call in range(self.values.calls):
+        for call, nears in enumerate(wanted):
             outputs = contender.outputs(call)
-            wanted = self.eager.sinks[call]
-            near = all(
-                _near(o, w, kernel_type, workload, e)
-                for o, w, e in zip(outputs, wanted, self.torch_error, strict=True)
-            )
-            if near:
+            if all(near.holds(output) for near, output in zip(nears, outputs, strict=True)):
                 continue
             args = self.values.args_of(call)
-            outcome = checks.check_values(
-                outputs, checks.expect(kernel_type, workload, args), kernel_type, workload
-            )
+            expected = checks.expect(kernel_type, workload, args)
+            outcome = checks.check_values(outputs, expected, kernel_type, workload)
             if outcome.problem:
                 raise Failed("incorrect", f"was wrong in a timed call on fresh values: {outcome.problem}")
 
@@ -448,20 +503,25 @@ class Rounds:
             )
 
 
-def _near(
-    output: Tensor, wanted: Tensor, kernel_type: KernelType, workload: Workload, torch_error: float
-) -> bool:
-    """Whether an output is so near to torch's that both may be taken for right."""
-    if not output.numel():
-        return True
-    if not output.is_floating_point():
-        return bool(torch.equal(output, wanted))
-    rule, eps = kernel_type.tolerance, torch.finfo(output.dtype).eps
-    got, want = output.float(), wanted.float()
-    unit = rule.ulps * rule.growth(workload) * eps
-    rms = float(want.square().mean().sqrt())
-    bound = want.abs().mul_(unit).add_(rule.k * torch_error + unit * rms)
-    return bool(((got - want).abs_() <= bound).all())
+class Near:
+    """Whether an output is so near to torch's that both may be taken for right; made once for all contenders."""
+
+    def __init__(
+        self, wanted: Tensor, kernel_type: KernelType, workload: Workload, torch_error: float
+    ) -> None:
+        self.wanted = wanted
+        self._bound: Tensor | None = None
+        if wanted.is_floating_point() and wanted.numel():
+            rule = kernel_type.tolerance
+            unit = rule.ulps * rule.growth(workload) * torch.finfo(wanted.dtype).eps
+            self.wanted = wanted.float()
+            rms = float(self.wanted.norm()) / math.sqrt(wanted.numel())
+            self._bound = self.wanted.abs().mul_(unit).add_(rule.k * torch_error + unit * rms)
+
+    def holds(self, output: Tensor) -> bool:
+        if self._bound is None:
+            return bool(torch.equal(output, self.wanted))
+        return bool(((output.float() - self.wanted).abs_() <= self._bound).all())
 
 
 def _preheat(device: torch.device) -> None:

@@ -45,9 +45,16 @@ def gain_of(results: Sequence[WorkloadResult]) -> Gain | None:
 
 def why_not_keep(results: Sequence[WorkloadResult], *, epsilon: float, delta: float) -> str:
     """Why these timings do not make a winner, as a sentence; empty where they do."""
+    for result in results:
+        interval = result.ci95_vs_incumbent
+        if interval is not None and interval[1] < 1 - delta:
+            return (
+                f"Slower on {result.label}: {result.speedup_vs_incumbent:.3f}x the speed of the incumbent "
+                f"({interval[0]:.3f} to {interval[1]:.3f} at 95 %)."
+            )
     gain = gain_of(results)
     if gain is None:
-        return "It has no timing on this device."
+        return "It was not timed on all workloads."
     low, high = gain.interval
     measured = f"{gain.speedup:.3f}x the speed of {_named(gain.over)} ({low:.3f} to {high:.3f} at 95 %)"
     if low <= 1 + epsilon:
