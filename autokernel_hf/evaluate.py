@@ -84,7 +84,7 @@ class Judge:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             program("autokernel_hf.judge.process", str(theirs.fileno())),
-            env=environment_for_children(os.environ),
+            env=environment_for_children(os.environ, bind=self._settings.on_cpu),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -56,13 +56,13 @@ def check_mutant(judge: Judge, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def cpp_judge() -> Iterator[Judge]:
-    with Judge("rmsnorm", "cpp", (rms(32, 768), rms(8, 2048)), timeout_s=6) as judge:
+    with Judge("rmsnorm", "cpp", (rms(32, 768), rms(8, 2048)), timeout_s=4) as judge:
         yield judge
 
 
 @pytest.fixture(scope="module")
 def triton_judge() -> Iterator[Judge]:
-    with Judge("rmsnorm", "triton", (rms(4, 768),), dtypes=("float32", "float16"), timeout_s=6) as judge:
+    with Judge("rmsnorm", "triton", (rms(4, 768),), dtypes=("float32", "float16"), timeout_s=4) as judge:
         yield judge
 
 

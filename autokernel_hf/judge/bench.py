@@ -15,7 +15,7 @@ import torch
 
 from autokernel_hf import gpu
 from autokernel_hf.errors import JudgeError
-from autokernel_hf.judge import checks, roofline, statistics, timing
+from autokernel_hf.judge import checks, roofline, sandbox, statistics, timing
 from autokernel_hf.judge.cases import Scope, key_of
 from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.remote import Child, Failed
@@ -238,10 +238,11 @@ class Bench:
         found = []
         for peer in kernel_type.peers[: 1 if eager_only else None]:
             try:
-                function = peer.make(workload, self.device)
-                if function is None:
-                    continue
-                outputs = as_tuple(function(**args))
+                with sandbox.on_all_cores():
+                    function = peer.make(workload, self.device)
+                    if function is None:
+                        continue
+                    outputs = as_tuple(function(**args))
             except Exception as error:  # noqa: BLE001 - foreign code; a peer that cannot do it is none
                 log.warning("peer %s cannot do %s: %s", peer.name, workload.label, error)
                 continue

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
-from autokernel_hf.judge import audit, messages, turn
+from autokernel_hf.judge import audit, messages, sandbox, turn
 from autokernel_hf.judge.arena import POISON, Arena, Slot
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
 from autokernel_hf.records import Candidate
@@ -137,7 +137,8 @@ class _Worker:
 
     def do_build(self, request: dict[str, Any]) -> dict[str, Any]:
         candidate = Candidate.model_validate(request["candidate"])
-        built = build.build(candidate, device=request["device"])
+        with sandbox.on_all_cores():
+            built = build.build(candidate, device=request["device"])
         return {"built": built.model_dump(mode="json")}
 
     def do_load(self, request: dict[str, Any]) -> dict[str, Any]:

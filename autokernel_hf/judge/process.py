@@ -22,7 +22,7 @@ def main(descriptor: str) -> None:
     assert isinstance(settings, Settings)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     server = None
-    if settings.backend == "cpp" or (settings.backend == "triton" and settings.device == "cpu"):
+    if settings.on_cpu:
         server = Server(interpret=settings.backend == "triton", device="cpu")
 
     from autokernel_hf.judge import referee

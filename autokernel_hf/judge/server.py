@@ -105,7 +105,7 @@ class Server:
     """
 
     def __init__(self, *, interpret: bool, device: str) -> None:
-        environment = sandbox.environment_for_children(os.environ)
+        environment = sandbox.environment_for_children(os.environ, bind=device == "cpu")
         environment.pop("TRITON_INTERPRET", None)
         if interpret:
             environment["TRITON_INTERPRET"] = "1"

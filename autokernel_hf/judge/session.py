@@ -34,6 +34,11 @@ class Settings:
     quick: bool = False
     timeout_s: float = 60.0
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is settled, without looking for a GPU, that kernels run on the CPU."""
+        return self.backend == "cpp" or (self.backend == "triton" and self.device == "cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
