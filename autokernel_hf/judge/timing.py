@@ -501,10 +501,11 @@ class Rounds:
         # what it takes to send a turn's request and to read it.
         claimed = median(b - c for b, c in zip(base.claimed_us, column.claimed_us, strict=True))
         saved = [b - c for b, c in zip(base.wall_us, column.wall_us, strict=True)]
-        if len(saved) < statistics.EARLY_ROUNDS or claimed < 0.2 * median(base.claimed_us):
-            return
+        slack = _TURN_SLACK_US[self.values.device.type]
+        if len(saved) < statistics.EARLY_ROUNDS or claimed < max(0.2 * median(base.claimed_us), 4 * slack):
+            return  # so small a saving cannot be told from what a turn costs beside its calls
         _, most = statistics.bootstrap_median(saved, level=0.9999)
-        if most + _TURN_SLACK_US[self.values.device.type] < claimed / 2:
+        if most + slack < claimed / 2:
             raise Failed(
                 "rejected",
                 f"reported times that save {claimed:.0f} us a turn over torch, of which the referee's clock sees "
