@@ -404,7 +404,8 @@ def test_keeps_nothing_without_all_stages() -> None:
 def test_keeps_nothing_that_was_not_timed_everywhere() -> None:
     untimed = WorkloadResult(label="b", shape="b", dtype="float32")
     decision, reason = decide(judged(timed("a", 2.0, 0.1), untimed))
-    assert (decision, reason) == ("revert", "It was not timed on all workloads.")
+    assert decision == "revert"
+    assert "not timed" in reason
 
 
 def test_without_an_incumbent_eager_is_the_opponent() -> None:

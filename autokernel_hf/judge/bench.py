@@ -107,6 +107,8 @@ class Bench:
                 self._block(pair, crew, values, local, columns, passed, block, budget, decided)
                 if count > 1 and statistics.lost(*times, blocks, margin=self.settings.delta):
                     break
+                if count > 1 and not peers and self._is_futile(statistics.median_speedup(*times), block + 1):
+                    break
                 if time.monotonic() - began > _PATIENCE_S and block + 1 >= _FEWEST_BLOCKS:
                     break
         self.hopeless = pair.incumbent is not None and statistics.lost(
@@ -118,6 +120,11 @@ class Bench:
         if fault:
             raise Failed("rejected", f"{fault} (on {workload.label}, {workload.dtype})")
         return result
+
+    def _is_futile(self, speedup: float, blocks: int) -> bool:
+        """Whether a candidate that is so far behind after some blocks will hardly be found faster by the others."""
+        epsilon = self.settings.epsilon
+        return speedup < 1 - epsilon if blocks == 2 else blocks >= 3 and speedup < 1 + epsilon / 2
 
     def _block(
         self,

@@ -54,6 +54,12 @@ def why_not_keep(results: Sequence[WorkloadResult], *, epsilon: float, delta: fl
             )
     gain = gain_of(results)
     if gain is None:
+        for result in results:
+            if result.speedup_vs_incumbent is not None:
+                return (
+                    f"Not faster on {result.label}: {result.speedup_vs_incumbent:.3f}x the speed of the incumbent; the "
+                    "other workloads were not timed."
+                )
         return "It was not timed on all workloads."
     low, high = gain.interval
     measured = f"{gain.speedup:.3f}x the speed of {_named(gain.over)} ({low:.3f} to {high:.3f} at 95 %)"
