@@ -202,7 +202,7 @@ def bench(
     shape: Annotated[
         str | None, typer.Option(metavar="M,N", help="Time this shape, in the type's axes.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smoke, sweep and timing only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke stage and a short timing only.")] = False,
     target: Annotated[Path | None, typer.Option(help="A target.json, for its real workloads.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fix the secret seed, to reproduce a verdict.")] = None,
     json: Json = False,
