@@ -29,7 +29,7 @@ from autokernel_hf.records import (
     Winner,
     WorkloadResult,
 )
-from autokernel_hf.runs import Finished, Run, Started, gain_over, weighted
+from autokernel_hf.runs import Finished, Run, Started, gain_over, scores_of, weighted
 
 logger = logging.getLogger(__name__)
 
@@ -146,22 +146,8 @@ class Search:
         return self.run.incumbent(self.target.name)
 
     def scores(self) -> dict[int, float | None]:
-        """Time of the model's own code over each attempt's, by experiment number.
-
-        An attempt that was timed against an incumbent alone gets the incumbent's score times its own ratio.
-        """
-        scores: dict[int, float | None] = {}
-        best: float | None = None
-        for attempt in self.attempts():
-            score = weighted(attempt.evaluation, "speedup_vs_eager")
-            ratio = weighted(attempt.evaluation, "speedup_vs_incumbent")
-            if score is None and best is not None and ratio is not None:
-                score = best * ratio
-            right = attempt.evaluation.status == "passed"
-            scores[attempt.experiment] = score if right else None
-            if attempt.decision == "keep":
-                best = score
-        return scores
+        """Time of the model's own code over each attempt's, by experiment number."""
+        return scores_of(self.attempts())
 
     def context(self, *, seed: int = 0) -> Context:
         """All that a proposer may know now."""

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from autokernel_hf.records import Experiment, RunRecord, TargetResult, Verification
-from autokernel_hf.runs import Run, opened, weighted
+from autokernel_hf.runs import Run, opened, scores_of, weighted
 
 
 def write_report(run_dir: Path) -> Path:
@@ -50,23 +50,13 @@ def _results(run: Run, result: RunRecord | None) -> list[TargetResult]:
 
 
 def best_so_far(experiments: list[Experiment]) -> list[tuple[int, float, bool]]:
-    """(experiment, speed-up against the model's own code, kept) for each right and timed experiment of one target.
-
-    An experiment that was timed against the incumbent alone gets the incumbent's figure times its own ratio.
-    """
-    points: list[tuple[int, float, bool]] = []
-    best: float | None = None
-    for experiment in experiments:
-        score = weighted(experiment.evaluation, "speedup_vs_eager")
-        ratio = weighted(experiment.evaluation, "speedup_vs_incumbent")
-        if score is None and ratio is not None and best is not None:
-            score = best * ratio
-        kept = experiment.decision == "keep"
-        if score is not None and experiment.evaluation.status == "passed":
-            points.append((experiment.experiment, score, kept))
-            if kept:
-                best = score
-    return points
+    """(experiment, speed-up against the model's own code, kept) for each right and timed experiment of one target."""
+    scores = scores_of(experiments)
+    return [
+        (e.experiment, score, e.decision == "keep")
+        for e in experiments
+        if (score := scores[e.experiment]) is not None
+    ]
 
 
 def draw_progress(run: Run, path: Path) -> Path | None:

@@ -498,6 +498,25 @@ def gain_over(evaluation: Evaluation, other: Literal["eager", "incumbent"]) -> t
     return statistics.combine(speedups, intervals, [w.share for w in evaluation.workloads])
 
 
+def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
+    """Time of the model's own code over each experiment's, by number, for the experiments of one target in order.
+
+    One that was timed against the incumbent alone gets the incumbent's score times its own ratio; None: not right, or
+    not timed.
+    """
+    scores: dict[int, float | None] = {}
+    best: float | None = None
+    for experiment in experiments:
+        score = weighted(experiment.evaluation, "speedup_vs_eager")
+        ratio = weighted(experiment.evaluation, "speedup_vs_incumbent")
+        if score is None and best is not None and ratio is not None:
+            score = best * ratio
+        scores[experiment.experiment] = score if experiment.evaluation.status == "passed" else None
+        if experiment.decision == "keep":
+            best = score
+    return scores
+
+
 def _cell(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}g}"
 
