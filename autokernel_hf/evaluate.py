@@ -42,6 +42,8 @@ class Judge:
         delta: What no workload may lose, however much the others gain.
         quick: Smoke stage and a short timing only; nothing that was judged so is kept.
         timeout_s: The longest that one command to a candidate (a call, a turn of timed calls) may take.
+        launch_bound: Whether the calls come from a pass in which a GPU waits for the host: what a call takes is then
+            the device's time or the host's, whichever is longer.
 
     Raises:
         DeviceError: The device is not there (from any method).
@@ -62,6 +64,7 @@ class Judge:
         delta: float = DELTA,
         quick: bool = False,
         timeout_s: float = 60.0,
+        launch_bound: bool = False,
     ) -> None:
         self._settings = Settings(
             kernel_type=kernel_type,
@@ -74,6 +77,7 @@ class Judge:
             delta=delta,
             quick=quick,
             timeout_s=timeout_s,
+            launch_bound=launch_bound,
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: multiprocessing.connection.Connection | None = None

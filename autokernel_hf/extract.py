@@ -85,6 +85,7 @@ def extract(profile: Profile, *, top: int, backend: str = "auto") -> tuple[list[
                 sites=tuple(s for r in group for s in r.sites),
                 workloads=_main_workloads(group),
                 device=profile.spec.device if profile.spec.device != "auto" else kind,
+                launch_bound=profile.launch_bound,
             )
         )
     return targets, skipped

@@ -90,7 +90,7 @@ def optimize(
             if winner is not None:
                 winners.append(winner)
         staged = stage(run, profile.model, winners, progress)
-        verification = verify(run, staged, progress) if staged else None
+        staged, verification = verify_the_helpful(run, staged, progress)
         packages = finish(run, profile, staged, verification, progress)
         record = RunRecord(
             status=_status(results, verification),
@@ -209,7 +209,13 @@ def searching(
     """A target's search with its judge session (also for the verbs of a coding agent)."""
     from autokernel_hf.evaluate import Judge
 
-    with Judge(target.kernel_type, target.backend, target.workloads, device=target.device) as judge:
+    with Judge(
+        target.kernel_type,
+        target.backend,
+        target.workloads,
+        device=target.device,
+        launch_bound=target.launch_bound,
+    ) as judge:
         yield Search(
             target,
             candidates,
@@ -282,9 +288,44 @@ def stage(run: Run, model: PulledModel, winners: Sequence[Winner], progress: Pro
     return staged
 
 
-def verify(run: Run, staged: Sequence[Staged], progress: Progress | None = None) -> Verification:
-    """The whole model with the staged packages in place: right, and faster."""
-    (progress or Silent()).stage("Verifying the whole model")
+def verify_the_helpful(
+    run: Run, staged: Sequence[Staged], progress: Progress
+) -> tuple[list[Staged], Verification | None]:
+    """Verify all staged kernels together; where that fails, those that make the model faster by themselves.
+
+    The kernels that were left out lose their package.
+    """
+    import shutil
+
+    if not staged:
+        return [], None
+    verification = verify(run, staged, progress)
+    if verification.passed or len(staged) == 1:
+        return list(staged), verification
+    alone = {s.winner.target.name: verify(run, [s], progress, quick=True) for s in staged}
+    helpful = [s for s in staged if alone[s.winner.target.name].passed]
+    if not helpful or len(helpful) == len(staged):
+        # Each or none helps: nothing better is known than what all together showed.
+        run.save_verification(verification)
+        return list(staged), verification
+    for item in staged:
+        if item not in helpful:
+            shutil.rmtree(item.package.path, ignore_errors=True)
+    left_out = "; ".join(
+        f"{name} was left out: {found.reason}" for name, found in alone.items() if not found.passed
+    )
+    verification = verify(run, helpful, progress)
+    verification = verification.model_copy(update={"notes": (*verification.notes, left_out)})
+    run.save_verification(verification)
+    return helpful, verification
+
+
+def verify(
+    run: Run, staged: Sequence[Staged], progress: Progress | None = None, *, quick: bool = False
+) -> Verification:
+    """The whole model with the staged packages in place: right, and faster. `quick`: without torch.compile's columns."""
+    names = ", ".join(s.winner.target.name for s in staged)
+    (progress or Silent()).stage(f"Verifying the whole model with {names}")
     request = worker.VerifyRequest(
         spec=run.settings.spec,
         kernels=tuple(
@@ -296,9 +337,10 @@ def verify(run: Run, staged: Sequence[Staged], progress: Progress | None = None)
             )
             for s in staged
         ),
+        compile=not quick,
     )
     verification = worker.call("verify", request, Verification)
-    verification.save(run.path / "verification.json")
+    run.save_verification(verification)
     return verification
 
 
@@ -366,8 +408,7 @@ def export(
 
     with Run.open(source) as run:
         profile, winners = winners_of(run)
-        path = run.path / "verification.json"
-        verification = Verification.load(path) if path.exists() else None
+        verification = run.verification()
         packages = []
         for winner in winners:
             built = build(winner.candidate, device=profile.device.kind)
@@ -397,13 +438,19 @@ def export(
 
 
 def winners_of(run: Run) -> tuple[Profile, list[Winner]]:
-    """The winners of a finished run, from its ledger.
+    """The winners of a finished run, from its ledger, without those that its verification left out.
 
     Raises:
         RunError: The run has none.
     """
     profile = run.profile()
-    winners = [w for t in run.targets() if (w := _winner_of(run, t)) is not None]
+    verification = run.verification()
+    winners = [
+        winner
+        for target in run.targets()
+        if (winner := _winner_of(run, target)) is not None
+        and (verification is None or not verification.passed or target.name in verification.kernel_calls)
+    ]
     if profile is None or not winners:
         raise RunError(
             f"{run.path} has no winners.",

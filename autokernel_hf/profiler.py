@@ -56,6 +56,8 @@ ENCLOSING = ("add_norm", "fused_mlp")
 
 BUDGET_S = 30.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
+_LONGEST_SLEEP_MS = 200.0
+_CYCLES_PER_MS = 2_000_000  # of a GPU's clock, at most
 
 Signature: TypeAlias = tuple[tuple[str, TensorSpec | bool | int | float | str | None], ...]
 
@@ -105,6 +107,7 @@ def profile(
         total_ms=measured.total_ms,
         sites=tuple(rows),
         other_share=other,
+        device_ms=measured.device_ms,
     )
 
 
@@ -117,6 +120,9 @@ class Clock(Protocol):
     def pass_ms(self, run: Callable[[], Any]) -> float:
         """Wall time of a pass, from an idle device to an idle device."""
         ...
+
+    def device_ms(self, run: Callable[[], Any], pass_ms: float) -> float | None:
+        """What a pass of `pass_ms` takes the device itself, launches hidden; None where it launches nothing."""
 
     def mark(self) -> Any: ...
     def join(self) -> None:
@@ -133,6 +139,9 @@ class CpuClock:
         begin = time.perf_counter()
         run()
         return (time.perf_counter() - begin) * 1e3
+
+    def device_ms(self, run: Callable[[], Any], pass_ms: float) -> float | None:
+        return None
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -154,6 +163,19 @@ class CudaClock:
         run()
         self.join()
         return (time.perf_counter() - begin) * 1e3
+
+    def device_ms(self, run: Callable[[], Any], pass_ms: float) -> float | None:
+        times = []
+        for _ in range(MIN_ROUNDS):
+            self.join()
+            # While the device sleeps the host queues the pass, as far as the queue is long: about a thousand launches.
+            torch.cuda._sleep(int(min(pass_ms, _LONGEST_SLEEP_MS) * _CYCLES_PER_MS))
+            begin = self.mark()
+            run()
+            end = self.mark()
+            self.join()
+            times.append(self.between(begin, end))
+        return statistics.median(times)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -275,6 +297,7 @@ class _Measured:
 
     Args:
         total_ms: Median wall time of a plain pass.
+        device_ms: What it takes a GPU itself, with the launches hidden.
         sites: Every site that was called, by key.
         signatures: The signature of each of a site's calls in one pass, in order.
         rounds: For each round, each site and each of its calls: the part of that round's plain pass that it took.
@@ -282,6 +305,7 @@ class _Measured:
     """
 
     total_ms: float
+    device_ms: float | None
     sites: dict[str, Site]
     signatures: dict[str, list[Signature]]
     rounds: list[dict[str, list[float]]]
@@ -392,6 +416,7 @@ class _Session:
         recorders = {k: r for i in instruments for k, r in i.recorders.items() if r.signatures}
         return _Measured(
             total_ms=statistics.median(passes),
+            device_ms=self._clock.device_ms(self._run, statistics.median(passes)),
             sites={key: recorder.site for key, recorder in recorders.items()},
             signatures={key: recorder.signatures for key, recorder in recorders.items()},
             rounds=rounds,

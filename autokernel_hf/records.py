@@ -215,6 +215,12 @@ class Profile(Record):
     total_ms: float
     sites: tuple[SiteProfile, ...]
     other_share: float
+    device_ms: float | None = None  # a GPU's own time for the pass, with all launches queued ahead of it
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the device waits for the host in a tenth of the pass or more."""
+        return self.device_ms is not None and self.device_ms < 0.9 * self.total_ms
 
 
 class Target(Record):
@@ -228,6 +234,9 @@ class Target(Record):
     sites: tuple[Site, ...]
     workloads: tuple[Workload, ...]
     device: str = "cpu"
+    launch_bound: bool = (
+        False  # of the pass: what a call costs the host then counts as much as what it takes the device
+    )
 
 
 # --- candidates and builds ----------------------------------------------------------------------------------------
@@ -296,14 +305,19 @@ class Stages(Record):
 
 
 class WorkloadResult(Record):
-    """One timed workload. `speedup` is against `baseline`, the fastest right peer; both are None where not timed."""
+    """One timed workload. `speedup` is against `baseline`, the fastest right peer; both are None where not timed.
+
+    `latency_us`, and with it every other time and ratio here, is the device's time; in a session whose calls come from
+    a launch-bound pass it is the device's or the host's, whichever is longer.
+    """
 
     label: str
     shape: str
     dtype: str
     share: float = 0.0
     latency_us: float | None = None
-    host_us: float | None = None  # the host's time until the call returned; the same as the latency on a CPU
+    device_us: float | None = None
+    host_us: float | None = None  # the host's time until the call returned; the same as the device's on a CPU
     baseline: str | None = None
     baseline_us: float | None = None
     speedup: float | None = None
@@ -332,6 +346,7 @@ class Evaluation(Record):
     resources: Resources = Resources()
     peak_vram_mb: float | None = None
     seconds: float = 0.0
+    phases: tuple[tuple[str, float], ...] = ()  # where the seconds went, in order
     built_id: str | None = None
     confirmed: bool = False  # timings are from a run of their own, not from the search that chose the winner
 

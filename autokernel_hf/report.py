@@ -6,7 +6,7 @@ import base64
 from importlib import resources
 from pathlib import Path
 
-from autokernel_hf.records import Experiment, RunRecord, TargetResult, Verification
+from autokernel_hf.records import Experiment, RunRecord, TargetResult
 from autokernel_hf.runs import Run, opened, scores_of, weighted
 
 
@@ -19,8 +19,6 @@ def write_report(run_dir: Path) -> Path:
         picture = draw_progress(run, run.path / "progress.png")
         result_path = run.path / "result.json"
         result = RunRecord.load(result_path) if result_path.exists() else None
-        verification_path = run.path / "verification.json"
-        verification = Verification.load(verification_path) if verification_path.exists() else None
         template = (
             resources.files("autokernel_hf").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
         )
@@ -34,7 +32,7 @@ def write_report(run_dir: Path) -> Path:
                 results=_results(run, result),
                 experiments=[(e, weighted(e.evaluation, "speedup_vs_eager")) for e in experiments],
                 result=result,
-                verification=verification,
+                verification=run.verification(),
                 picture=base64.b64encode(picture.read_bytes()).decode() if picture else None,
             )
         )

@@ -34,6 +34,7 @@ from autokernel_hf.records import (
     Scalar,
     Target,
     TargetResult,
+    Verification,
     write_atomically,
 )
 
@@ -236,6 +237,13 @@ class Run:
     def profile(self) -> Profile | None:
         path = self.path / "profile.json"
         return Profile.load(path) if path.exists() else None
+
+    def save_verification(self, verification: Verification) -> None:
+        verification.save(self.path / "verification.json")
+
+    def verification(self) -> Verification | None:
+        path = self.path / "verification.json"
+        return Verification.load(path) if path.exists() else None
 
     def target_dir(self, target: str) -> Path:
         return self.path / "targets" / target

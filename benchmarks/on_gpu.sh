@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one call: benchmarks/on_gpu.sh OUT PHASE... with the phases tests, starters, bench, models.
+# All that needs a GPU, in one call: benchmarks/on_gpu.sh OUT PHASE... with the phases tests, starters, bench, speed, models.
 # Each phase has a time limit and its own log in OUT; a short summary of all comes last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -32,6 +32,9 @@ for wanted in "$@"; do
         for file in ${FILES:-autokernel_hf/kernels/triton/rmsnorm.py autokernel_hf/kernels/cuda/rmsnorm.cu}; do
             phase "bench-$(basename "$file")" "$limit" "$python" -m autokernel_hf bench "$file" --device cuda --debug
         done
+        ;;
+    speed)
+        phase speed "$limit" "$python" benchmarks/judge_speed.py cuda --out "$out/judge-speed.json" --budget "$((limit - 40))" ${SPEED:-}
         ;;
     models)
         phase models "$limit" "$python" benchmarks/whole_models.py cuda --out "$out/whole-models.json" --budget "$((limit - 15))" ${MODELS:-}

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from autokernel_hf import tunables
+from autokernel_hf import pipeline, tunables
 from autokernel_hf.agent import Context, Playbook, code_of
 from autokernel_hf.errors import RunError
 from autokernel_hf.optimize import Limits, Search
 from autokernel_hf.progress import Silent
+from autokernel_hf.records import (
+    Built,
+    Latency,
+    Package,
+    Resources,
+    Speedup,
+    SpeedupInterval,
+    Verification,
+    Winner,
+)
 from autokernel_hf.runs import RESULT_COLUMNS, Finished, Judged, Run, Started
 from tests.loop_helpers import KnownJudge, decide, diagnose, formula, settings, starter, target
 
@@ -237,3 +248,75 @@ def test_a_model_answer_without_a_closed_block_is_no_candidate() -> None:
     assert code_of("I would suggest to unroll the loop.", "cpp") is None
     whole = 'text\n```cpp\nextern "C" int rmsnorm() { return 0; }\n```\n```sh\nls\n```'
     assert code_of(whole, "cpp") == 'extern "C" int rmsnorm() { return 0; }\n'
+
+
+def staged(run: Run, name: str) -> pipeline.Staged:
+    """A staged winner called `name`, whose package is a folder that exists."""
+    folder = run.path / "packages" / name
+    folder.mkdir(parents=True)
+    winner = Winner(
+        target=target().model_copy(update={"name": name}),
+        candidate=starter(),
+        evaluation=KnownJudge().confirm(starter()),
+    )
+    built = Built(
+        id=f"_ak_{name}", kernel_type="rmsnorm", backend="cpp", path=str(folder), variant="v", archs=(),
+        resources=Resources(), seconds=0.0, cached=False,
+    )  # fmt: skip
+    package = Package(
+        path=str(folder), name=name, version=1, variants=("v",), functions=("rmsnorm",), layers=()
+    )
+    return pipeline.Staged(winner=winner, built=built, package=package)
+
+
+def model_gain(gains: dict[str, float], asked: list[tuple[str, ...]]) -> Callable[..., Verification]:
+    """A stand-in for the verification of a model, in which the kernels' gains add up."""
+
+    def verify(
+        run: Run, kernels: Sequence[pipeline.Staged], progress: object = None, *, quick: bool = False
+    ) -> Verification:
+        names = tuple(k.winner.target.name for k in kernels)
+        asked.append(names)
+        ratio = 1 + sum(gains[n] for n in names)
+        return Verification(
+            passed=ratio > 1,
+            kernel_calls=dict.fromkeys(names, 4),
+            latency_ms=Latency(),
+            speedup=Speedup(vs_eager=ratio),
+            speedup_ci95=SpeedupInterval(),
+            error=None,
+            reason=f"{ratio:.2f} times as fast",
+        )
+
+    return verify
+
+
+def test_a_kernel_that_slows_the_model_is_left_out_and_the_others_are_verified_without_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = [staged(run, n) for n in ("good", "bad", "fair")]
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(pipeline, "verify", model_gain({"good": 0.1, "bad": -0.3, "fair": 0.05}, asked))
+    left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
+    assert asked == [("good", "bad", "fair"), ("good",), ("bad",), ("fair",), ("good", "fair")]
+    assert [k.package.name for k in left] == ["good", "fair"]
+    assert verification is not None and verification.passed
+    assert verification.speedup.vs_eager == pytest.approx(1.15)
+    assert verification.notes == ("bad was left out: 0.70 times as fast",)
+    assert run.verification() == verification
+    assert [p.name for p in sorted((run.path / "packages").iterdir())] == ["fair", "good"]
+
+
+def test_kernels_that_help_together_are_verified_once_and_where_none_helps_all_are_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = [staged(run, n) for n in ("one", "two")]
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(pipeline, "verify", model_gain({"one": 0.1, "two": 0.1}, asked))
+    left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
+    assert (len(left), len(asked), verification.passed) == (2, 1, True)
+    asked.clear()
+    monkeypatch.setattr(pipeline, "verify", model_gain({"one": -0.1, "two": -0.1}, asked))
+    left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
+    assert asked == [("one", "two"), ("one",), ("two",)]
+    assert not verification.passed and verification.kernel_calls == {"one": 4, "two": 4}

@@ -85,6 +85,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.names: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, as torch's own modes say it: hiding this mode from the compiler would import it, in 3 s a child."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -71,7 +71,7 @@ class Bench:
         """Time what a user would pick instead."""
         values = self._values(workload)
         local = self._peers(values)
-        columns = {c.name: timing.Column() for c in local}
+        columns = self._columns(c.name for c in local)
         rounds = timing.Rounds(
             values, local, columns, torch_error=(0.0,) * len(values.outputs), seed=self.seeds.next()
         )
@@ -92,11 +92,10 @@ class Bench:
         """
         values = self._values(workload)
         local = self._peers(values, eager_only=not peers)
-        columns = {name: timing.Column() for name in (*(c.name for c in local), _CANDIDATE)}
-        if pair.incumbent is not None:
-            columns[_INCUMBENT] = timing.Column()
+        remote = (_CANDIDATE,) if pair.incumbent is None else (_CANDIDATE, _INCUMBENT)
+        columns = self._columns((*(c.name for c in local), *remote))
         against = timing.EAGER if pair.incumbent is None else _INCUMBENT
-        times = columns[against].device_us, columns[_CANDIDATE].device_us
+        times = columns[against].cost_us, columns[_CANDIDATE].cost_us
         blocks = columns[_CANDIDATE].blocks
         count = 1 if self.settings.quick or self.device.type == "cuda" else _CPU_BLOCKS
         budget = self._budget(self._seconds(peers=peers) / count, blocks=count)
@@ -115,11 +114,14 @@ class Bench:
             *times, blocks, margin=self.settings.delta
         )
         result = self._result(workload, columns, passed, with_peers=peers)
-        assert result.latency_us is not None
-        fault = roofline.beats_hardware(self.kernel_type, workload, result.latency_us, self._ceilings())
+        assert result.device_us is not None
+        fault = roofline.beats_hardware(self.kernel_type, workload, result.device_us, self._ceilings())
         if fault:
             raise Failed("rejected", f"{fault} (on {workload.label}, {workload.dtype})")
         return result
+
+    def _columns(self, names: Iterable[str]) -> dict[str, timing.Column]:
+        return {name: timing.Column(launch_bound=self.settings.launch_bound) for name in names}
 
     def _is_futile(self, speedup: float, blocks: int) -> bool:
         """Whether a candidate that is so far behind after some blocks will hardly be found faster by the others."""
@@ -274,17 +276,18 @@ class Bench:
         *,
         with_peers: bool,
     ) -> WorkloadResult:
-        own = columns[_CANDIDATE].device_us
+        own = columns[_CANDIDATE].cost_us
         epsilon = self.settings.epsilon
         latency_us = median(own)
         blocks = columns[_CANDIDATE].blocks
-        eager = statistics.compare(columns[timing.EAGER].device_us, own, blocks, epsilon=epsilon)
+        eager = statistics.compare(columns[timing.EAGER].cost_us, own, blocks, epsilon=epsilon)
         result = untimed(workload)
         seconds = latency_us / 1e6
         update: dict[str, Any] = {
             "latency_us": latency_us,
+            "device_us": median(columns[_CANDIDATE].device_us),
             "host_us": median(columns[_CANDIDATE].host_us),
-            "eager_us": median(columns[timing.EAGER].device_us),
+            "eager_us": median(columns[timing.EAGER].cost_us),
             "speedup_vs_eager": eager.speedup,
             "ci95_vs_eager": eager.interval,
             "gb_s": self.kernel_type.bytes_moved(workload) / seconds / 1e9,
@@ -294,14 +297,14 @@ class Bench:
             "error_ratio": passed.error_ratio,
         }
         if _INCUMBENT in columns:
-            incumbent = statistics.compare(columns[_INCUMBENT].device_us, own, blocks, epsilon=epsilon)
-            update["incumbent_us"] = median(columns[_INCUMBENT].device_us)
+            incumbent = statistics.compare(columns[_INCUMBENT].cost_us, own, blocks, epsilon=epsilon)
+            update["incumbent_us"] = median(columns[_INCUMBENT].cost_us)
             update["speedup_vs_incumbent"] = incumbent.speedup
             update["ci95_vs_incumbent"] = incumbent.interval
         if with_peers:
             result = _with_baseline(result, columns)
             assert result.baseline is not None
-            fastest = statistics.compare(columns[result.baseline].device_us, own, blocks, epsilon=epsilon)
+            fastest = statistics.compare(columns[result.baseline].cost_us, own, blocks, epsilon=epsilon)
             update["speedup"], update["ci95"] = fastest.speedup, fastest.interval
         elif key_of(workload) in self._baselines:
             # The peers were timed when the session began; eager, timed now as well, carries the comparison over.
@@ -317,7 +320,7 @@ class Bench:
 def _with_baseline(result: WorkloadResult, columns: Mapping[str, timing.Column]) -> WorkloadResult:
     """Fill in the peers' times, and which of them is the fastest."""
     peers = {
-        name: median(column.device_us)
+        name: median(column.cost_us)
         for name, column in columns.items()
         if name not in (_CANDIDATE, _INCUMBENT)
     }

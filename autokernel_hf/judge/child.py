@@ -6,7 +6,10 @@ possible; values and verdicts never come from here.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import gc
+import os
 import socket
 import sys
 import traceback
@@ -24,6 +27,7 @@ from autokernel_hf.judge.arena import POISON, Arena, Slot
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
 from autokernel_hf.records import Candidate
 
+_COMPILERS = max(1, min(8, len(os.sched_getaffinity(0))))
 _COMPILE_ERRORS = {
     "CompilationError",
     "UnsupportedLanguageConstruct",
@@ -157,6 +161,22 @@ class _Worker:
         assert self.module is not None
         operation = sys.modules[f"{self.module.__name__}.op"]
         return {"operators": audit.operators_of(operation.kernel_fn, self._arguments(request["args"]))}
+
+    def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make calls in several threads: Triton compiles outside of the interpreter's lock for most of the time."""
+        assert self.arena is not None and self.function is not None
+        function, stream = self.function, self.stream
+
+        def call(args: list[list[Any]]) -> None:
+            # Whatever it raises, the call that counts will raise again and be judged for.
+            with contextlib.suppress(Exception), torch.cuda.stream(stream):
+                function(**self._arguments(args))
+
+        with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+            list(pool.map(call, request["calls"]))
+        if self.arena.memory.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {}
 
     def do_call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call once, and copy the outputs to their slots."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,9 +29,10 @@ from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Request, Settings
-from autokernel_hf.judge.stages import Passed, StageFailed, audit, room_for, run_case
+from autokernel_hf.judge.stages import Passed, StageFailed, audit, room_for, run_case, warm
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
+from autokernel_hf.kernels.base import make_inputs
 from autokernel_hf.records import (
     BenchStatus,
     Candidate,
@@ -69,6 +70,16 @@ class _Sheet:
     built_id: str | None = None
     peak_bytes: int | None = None
     confirmed: bool = False
+    phases: list[tuple[str, float]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Account for the time of a part of the evaluation."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases.append((name, round(time.monotonic() - began, 3)))
 
     def evaluation(self, status: BenchStatus, reason: str) -> Evaluation:
         return Evaluation(
@@ -79,6 +90,7 @@ class _Sheet:
             resources=self.resources,
             peak_vram_mb=None if self.peak_bytes is None else self.peak_bytes / 2**20,
             seconds=time.monotonic() - self.started,
+            phases=tuple(self.phases),
             built_id=self.built_id,
             confirmed=self.confirmed,
         )
@@ -166,9 +178,11 @@ class Referee:
         child: Child | None = None
         try:
             domain = self._domain(candidate)
-            crew = self._crew()
-            child = crew.take()
-            built = crew.build(child, candidate)
+            with sheet.phase("start"):
+                crew = self._crew()
+                child = crew.take()
+            with sheet.phase("build"):
+                built = crew.build(child, candidate)
             sheet.resources, sheet.built_id = built.resources, built.id
             reason = self._judge(child, domain, request, sheet)
             status: BenchStatus = "passed"
@@ -189,10 +203,12 @@ class Referee:
                 child.end()
         if status in ("crashed", "timeout", "out_of_memory"):
             self._probe_device()
-        result = sheet.evaluation(status, reason)
+        return sheet.evaluation(status, reason)
+
+    def prepare(self) -> None:
+        """What can be done for the next candidate while nobody waits."""
         if self.device.type == "cuda" and self.crew is not None:
             self.crew.prepare()
-        return result
 
     def _judge(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> str:
         """The cascade; the reason of a pass."""
@@ -201,21 +217,22 @@ class Referee:
         self._must_be_at_rest(child)
         assert request.candidate is not None
         if request.candidate.backend == "triton":
-            for case in cases_of("smoke", self.scope, domain):
-                audit(child, case.workload, self.bench.fresh(case.workload))
+            with sheet.phase("audit"):
+                for case in cases_of("smoke", self.scope, domain):
+                    audit(child, case.workload, self.bench.fresh(case.workload))
         if self.interpret:
             if not self.settings.quick:
-                self._remaining_stages(child, domain, sheet)
+                self._remaining_stages(child, request.candidate, domain, sheet)
             return "Right in the interpreter; it has no timing without a GPU."
         if request.all_stages and not self.settings.quick:
-            self._remaining_stages(child, domain, sheet)
+            self._remaining_stages(child, request.candidate, domain, sheet)
         sheet.results = self._time(child, domain, request, sheet)
         if request.all_stages:
             return self._summary(sheet)
         reason = why_not_keep(sheet.results, epsilon=self.settings.epsilon, delta=self.settings.delta)
         if reason or self.settings.quick:
             return reason or self._summary(sheet)
-        self._remaining_stages(child, domain, sheet)
+        self._remaining_stages(child, request.candidate, domain, sheet)
         return self._summary(sheet)
 
     def _must_be_at_rest(self, child: Child) -> None:
@@ -270,10 +287,27 @@ class Referee:
             )
         return domain
 
-    def _remaining_stages(self, child: Child, domain: Domain, sheet: _Sheet) -> None:
+    def _remaining_stages(self, child: Child, candidate: Candidate, domain: Domain, sheet: _Sheet) -> None:
+        if candidate.backend == "triton" and not self.interpret:
+            with sheet.phase("compile"):
+                self._warm(child, domain)
         for stage in STAGES[1:]:
             self._stage(child, stage, domain, sheet)
         child.inspect()
+
+    def _warm(self, child: Child, domain: Domain) -> None:
+        """Have the variants that the stages need compiled side by side: one after the other they take ten seconds."""
+        cases = [case for stage in STAGES[1:] for case in cases_of(stage, self.scope, domain)]
+        distinct = {w.args: w for case in cases if not case.refuse for w in (case.workload,)}
+        timed = {w.args for w in self.scope.workloads}
+        warm(
+            child,
+            (
+                (w, make_inputs(self.kernel_type, w, self.bench.seeds.next(), self.device))
+                for w in distinct.values()
+                if w.args not in timed
+            ),
+        )
 
     def _stage(self, child: Child, stage: Stage, domain: Domain, sheet: _Sheet) -> dict[str, Passed]:
         """Run a stage.
@@ -284,7 +318,7 @@ class Referee:
         seen: dict[str, Passed] = {}
         sheet.stages[stage] = "failed"
         # The oracle works while the child does, and the calls are small: more threads would only disturb.
-        with timing.threads(1):
+        with sheet.phase(stage), timing.threads(1):
             for case in cases_of(stage, self.scope, domain):
                 args = self.bench.fresh(case.workload)
                 seen[key_of(case.workload)] = run_case(child, self.kernel_type, case, args, self.device)
@@ -311,7 +345,8 @@ class Referee:
                 continue
             assert sheet.smoke is not None
             passed = sheet.smoke[key_of(workload)]
-            result = self.bench.candidate(pair, self._crew(), workload, passed, peers=request.peers)
+            with sheet.phase("timing"):
+                result = self.bench.candidate(pair, self._crew(), workload, passed, peers=request.peers)
             results[key_of(workload)] = result
             sheet.results = tuple(results.values())
             if self.bench.hopeless:
@@ -400,6 +435,7 @@ def serve(channel: Connection, settings: Settings, server: Server | None) -> Non
         while referee is not None:
             request = channel.recv()
             _answer(channel, partial(referee.do, request), reply=True)
+            referee.prepare()
     except (EOFError, OSError):
         pass
     finally:

@@ -137,6 +137,14 @@ class Child:
             names = ", ".join(map(str, operators[:5]))
             raise Failed("rejected", f"lets torch compute ({names}); it may only allocate, view and copy")
 
+    def warm(self, calls: Sequence[Sequence[tuple[str, object]]]) -> None:
+        """Have it make these calls side by side, their results dropped, so that what they compile is there later.
+
+        Raises:
+            Failed: It crashed or hung. What a call raises is left for the call that counts.
+        """
+        self._command({"op": "warm", "calls": [_wire(args) for args in calls]}, _BUILD_TIMEOUT_S)
+
     def start_call(self, args: Sequence[tuple[str, object]], sinks: Sequence[Slot], *, disturb: bool) -> None:
         """Have it call the candidate; the answer is for `finish_call`."""
         self._deadline = time.monotonic() + self.timeout_s

@@ -21,6 +21,8 @@ class Settings:
         delta: What no workload may lose, however much the others gain.
         quick: The smoke stage and few rounds only; nothing judged so is kept.
         timeout_s: The longest that one command to a candidate may take, building apart.
+        launch_bound: Whether the calls come from a pass in which a GPU waits for the host: a call then takes as long
+            as the slower of the two.
     """
 
     kernel_type: str
@@ -33,6 +35,7 @@ class Settings:
     delta: float = 0.02
     quick: bool = False
     timeout_s: float = 60.0
+    launch_bound: bool = False
 
     @property
     def on_cpu(self) -> bool:

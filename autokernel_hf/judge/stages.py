@@ -150,6 +150,25 @@ def audit(child: Child, workload: Workload, args: Args) -> None:
     child.audit(placed.arguments)
 
 
+def warm(child: Child, calls: Iterable[tuple[Workload, Args]]) -> None:
+    """Have a Triton candidate compile what these calls need, several at a time, as far as the arena has room.
+
+    Raises:
+        Failed: The child crashed.
+    """
+    placed: list[Placed] = []
+    for workload, args in calls:
+        here = place(workload, (), start=placed[-1].end if placed else 0)
+        if here.end > child.arena.nbytes:
+            break
+        for name, slot in here.inputs:
+            child.arena.write(slot, args[name])
+        placed.append(here)
+    if child.arena.memory.device.type == "cuda":
+        torch.cuda.synchronize(child.arena.memory.device)
+    child.warm([p.arguments for p in placed])
+
+
 def _must_refuse(child: Child, workload: Workload, args: Args, outputs: tuple[TensorSpec, ...]) -> None:
     placed = place(workload, outputs)
     for name, slot in placed.inputs:

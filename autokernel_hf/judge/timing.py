@@ -54,6 +54,7 @@ class Column:
     (a kernel of two threads waits 0.7 ms where another program holds one of two cores), and often does so to most calls.
     """
 
+    launch_bound: bool = False  # whether a call takes the host's time where that is longer than the device's
     device_us: list[float] = field(default_factory=list)
     host_us: list[float] = field(default_factory=list)
     late_us: list[float] = field(default_factory=list)
@@ -62,12 +63,15 @@ class Column:
     )  # all timed calls together, by the contender's own clock
     wall_us: list[float] = field(default_factory=list)  # the whole turn, by the referee's clock
     blocks: list[int] = field(default_factory=list)  # which pair of processes the round was between
+    cost_us: list[float] = field(default_factory=list)  # what the verdict is about
 
     def add(self, times: Times, wall_us: float, block: int) -> None:
         self.blocks.append(block)
         typical = median if any(times.late_us) else _lower_quartile  # late times are 0 on a CPU
         self.device_us.append(typical(times.device_us))
         self.host_us.append(typical(times.host_us))
+        device_us, host_us = self.device_us[-1], self.host_us[-1]
+        self.cost_us.append(max(device_us, host_us) if self.launch_bound else device_us)
         self.late_us.append(median(times.late_us))
         self.claimed_us.append(sum(times.device_us))
         self.wall_us.append(wall_us)
