@@ -67,7 +67,8 @@ def verification_text(console: Console, verification: Any) -> None:
 
 
 def profile_text(console: Console, found: Any) -> None:
-    console.line(f"{found.model.id} on {found.device.name}: {found.total_ms:.2f} ms a pass")
+    waits = f", {found.device_ms:.2f} ms of them the GPU's own work" if found.device_ms is not None else ""
+    console.line(f"{found.model.id} on {found.device.name}: {found.total_ms:.2f} ms a pass{waits}")
     console.table(
         ["site", "kernel type", "share", "calls", "ms", "floor ms", "bound", "shapes", "starter"],
         [

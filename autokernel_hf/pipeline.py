@@ -146,8 +146,13 @@ def profile_into(run: Run, progress: Progress) -> Profile:
     profile = profile_model(run.settings.spec)
     run.save_profile(profile)
     covered = 100 * (1 - profile.other_share)
+    waits = ""
+    if profile.launch_bound:
+        waits = f", in which the GPU works for {profile.device_ms:.1f} ms and waits for launches else"
     progress.step(
-        1, 1, f"one pass takes {profile.total_ms:.1f} ms; sites of known types are {covered:.0f} % of it"
+        1,
+        1,
+        f"one pass takes {profile.total_ms:.1f} ms{waits}; sites of known types are {covered:.0f} % of it",
     )
     return profile
 

@@ -56,8 +56,6 @@ ENCLOSING = ("add_norm", "fused_mlp")
 
 BUDGET_S = 30.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
-_LONGEST_SLEEP_MS = 200.0
-_CYCLES_PER_MS = 2_000_000  # of a GPU's clock, at most
 
 Signature: TypeAlias = tuple[tuple[str, TensorSpec | bool | int | float | str | None], ...]
 
@@ -121,8 +119,8 @@ class Clock(Protocol):
         """Wall time of a pass, from an idle device to an idle device."""
         ...
 
-    def device_ms(self, run: Callable[[], Any], pass_ms: float) -> float | None:
-        """What a pass of `pass_ms` takes the device itself, launches hidden; None where it launches nothing."""
+    def device_ms(self, run: Callable[[], Any]) -> float | None:
+        """How long a GPU works in a pass, its waiting for launches left out; None on a CPU, and where it is not told."""
 
     def mark(self) -> Any: ...
     def join(self) -> None:
@@ -140,7 +138,7 @@ class CpuClock:
         run()
         return (time.perf_counter() - begin) * 1e3
 
-    def device_ms(self, run: Callable[[], Any], pass_ms: float) -> float | None:
+    def device_ms(self, run: Callable[[], Any]) -> float | None:
         return None
 
     def mark(self) -> int:
@@ -164,18 +162,22 @@ class CudaClock:
         self.join()
         return (time.perf_counter() - begin) * 1e3
 
-    def device_ms(self, run: Callable[[], Any], pass_ms: float) -> float | None:
-        times = []
-        for _ in range(MIN_ROUNDS):
-            self.join()
-            # While the device sleeps the host queues the pass, as far as the queue is long: about a thousand launches.
-            torch.cuda._sleep(int(min(pass_ms, _LONGEST_SLEEP_MS) * _CYCLES_PER_MS))
-            begin = self.mark()
+    def device_ms(self, run: Callable[[], Any]) -> float | None:
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as record
+
+        self.join()
+        with record(activities=[ProfilerActivity.CUDA]) as recorded:
             run()
-            end = self.mark()
             self.join()
-            times.append(self.between(begin, end))
-        return statistics.median(times)
+        events = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA]
+        if not events:
+            logger.warning(
+                "this system records no GPU work: whether the pass waits for launches is not known"
+            )
+            return None
+        return math.fsum(e.self_device_time_total for e in events) / 1e3
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -297,7 +299,7 @@ class _Measured:
 
     Args:
         total_ms: Median wall time of a plain pass.
-        device_ms: What it takes a GPU itself, with the launches hidden.
+        device_ms: How long a GPU works in it.
         sites: Every site that was called, by key.
         signatures: The signature of each of a site's calls in one pass, in order.
         rounds: For each round, each site and each of its calls: the part of that round's plain pass that it took.
@@ -416,7 +418,7 @@ class _Session:
         recorders = {k: r for i in instruments for k, r in i.recorders.items() if r.signatures}
         return _Measured(
             total_ms=statistics.median(passes),
-            device_ms=self._clock.device_ms(self._run, statistics.median(passes)),
+            device_ms=self._clock.device_ms(self._run),
             sites={key: recorder.site for key, recorder in recorders.items()},
             signatures={key: recorder.signatures for key, recorder in recorders.items()},
             rounds=rounds,

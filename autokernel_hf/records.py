@@ -215,7 +215,7 @@ class Profile(Record):
     total_ms: float
     sites: tuple[SiteProfile, ...]
     other_share: float
-    device_ms: float | None = None  # a GPU's own time for the pass, with all launches queued ahead of it
+    device_ms: float | None = None  # how long a GPU works in it: the rest is waiting for launches
 
     @property
     def launch_bound(self) -> bool:

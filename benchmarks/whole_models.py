@@ -67,7 +67,9 @@ def experiments_of(folder: Path) -> list[dict[str, object]]:
             if event["event"] == "judged":
                 record = event["record"]
                 fields = ("target", "backend", "decision", "reason", "description", "seconds")
-                found.append({"status": record["evaluation"]["status"], **{f: record[f] for f in fields}})
+                phases = record["evaluation"]["phases"]
+                status = record["evaluation"]["status"]
+                found.append({"status": status, **{f: record[f] for f in fields}, "phases": phases})
     return found
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -261,9 +262,10 @@ class SimulatedGpu:
 
     def __init__(self, launch_ms: float) -> None:
         self.launch_ms = launch_ms
-        self.host = self.device = 0.0
+        self.host = self.device = self.worked = 0.0
 
     def kernel(self, ms: float) -> None:
+        self.worked += ms
         self.host += self.launch_ms
         self.device = max(self.device, self.host) + ms
 
@@ -275,6 +277,11 @@ class SimulatedGpu:
         run()
         self.join()
         return self.host - begin
+
+    def device_ms(self, run: Callable[[], Any]) -> float:
+        before = self.worked
+        run()
+        return self.worked - before
 
     def mark(self) -> float:
         self.host += 0.0002
@@ -335,8 +342,11 @@ def test_on_a_gpu_a_share_predicts_what_the_pass_would_save_without_the_site(
     monkeypatch.setattr(profiler, "all_sites", lambda model, types: sites)
     monkeypatch.setattr(profiler, "clock_of", lambda device: gpu)
     replaced_reference(monkeypatch, "activation", site)
-    (row,) = profile(loaded).sites
+    found = profile(loaded)
+    (row,) = found.sites
     whole = gpu.pass_ms(loaded.run)
+    assert found.device_ms == pytest.approx(8 * (5 * site_ms + 10 * rest_ms))
+    assert found.launch_bound == (launch_ms > site_ms)
     skipped = True
     saved = whole - gpu.pass_ms(loaded.run)
     if exact:
@@ -428,3 +438,27 @@ def test_on_a_gpu_sites_take_most_of_a_pass_and_a_snapshot_is_written(tmp_path: 
     assert (tmp_path / "snapshot.pickle").stat().st_size > 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
+
+
+@pytest.mark.gpu
+def test_a_pass_of_many_short_launches_is_launch_bound_and_one_of_few_long_ones_is_not() -> None:
+    clock = profiler.CudaClock(torch.device("cuda", 0))
+    small = torch.randn(64, 64, device="cuda")
+    large = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+
+    def many() -> None:
+        y = small
+        for _ in range(300):
+            y = y + 1.0
+
+    def few() -> None:
+        y = large
+        for _ in range(20):
+            y = y @ large
+
+    for run, low, high in ((many, 0.02, 0.7), (few, 0.9, 1.1)):
+        run()
+        wall_ms = statistics.median(clock.pass_ms(run) for _ in range(5))
+        device_ms = clock.device_ms(run)
+        assert device_ms is not None
+        assert low < device_ms / wall_ms < high

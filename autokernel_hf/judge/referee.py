@@ -32,7 +32,6 @@ from autokernel_hf.judge.session import Request, Settings
 from autokernel_hf.judge.stages import Passed, StageFailed, audit, room_for, run_case, warm
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
-from autokernel_hf.kernels.base import make_inputs
 from autokernel_hf.records import (
     BenchStatus,
     Candidate,
@@ -213,9 +212,12 @@ class Referee:
     def _judge(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> str:
         """The cascade; the reason of a pass."""
         child.inspect()
+        assert request.candidate is not None
+        if request.candidate.backend == "triton" and not self.interpret and len(self.scope.workloads) > 1:
+            with sheet.phase("compile"):
+                self._warm(child, [w for w in self.scope.workloads if holds(domain, w)])
         sheet.smoke = self._stage(child, "smoke", domain, sheet)
         self._must_be_at_rest(child)
-        assert request.candidate is not None
         if request.candidate.backend == "triton":
             with sheet.phase("audit"):
                 for case in cases_of("smoke", self.scope, domain):
@@ -289,25 +291,21 @@ class Referee:
 
     def _remaining_stages(self, child: Child, candidate: Candidate, domain: Domain, sheet: _Sheet) -> None:
         if candidate.backend == "triton" and not self.interpret:
+            made = [case for stage in STAGES[1:] for case in cases_of(stage, self.scope, domain)]
+            timed = {w.args for w in self.scope.workloads}
             with sheet.phase("compile"):
-                self._warm(child, domain)
+                self._warm(child, [c.workload for c in made if not c.refuse and c.workload.args not in timed])
         for stage in STAGES[1:]:
             self._stage(child, stage, domain, sheet)
         child.inspect()
 
-    def _warm(self, child: Child, domain: Domain) -> None:
-        """Have the variants that the stages need compiled side by side: one after the other they take ten seconds."""
-        cases = [case for stage in STAGES[1:] for case in cases_of(stage, self.scope, domain)]
-        distinct = {w.args: w for case in cases if not case.refuse for w in (case.workload,)}
-        timed = {w.args for w in self.scope.workloads}
-        warm(
-            child,
-            (
-                (w, make_inputs(self.kernel_type, w, self.bench.seeds.next(), self.device))
-                for w in distinct.values()
-                if w.args not in timed
-            ),
-        )
+    def _warm(self, child: Child, workloads: Sequence[Workload]) -> None:
+        """Have what these calls need compiled side by side: one after the other, the stages' take ten seconds."""
+        distinct = {w.args: w for w in workloads}.values()
+        try:
+            warm(child, ((w, self.bench.fresh(w)) for w in distinct))
+        except Failed as failed:
+            raise Failed(failed.status, f"{failed.what} (while its variants were compiled)") from None
 
     def _stage(self, child: Child, stage: Stage, domain: Domain, sheet: _Sheet) -> dict[str, Passed]:
         """Run a stage.
