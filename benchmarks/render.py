@@ -81,7 +81,8 @@ def models(name: str) -> str:
     return (
         f"Measured on {where(device)}; random weights; medians, all columns in turn within a round "
         f"(`benchmarks/results/{name}`). Columns with compile are the better of torch.compile without and with CUDA "
-        "graphs, where there are any. A speed-up of a kernel is against the model's own code at that place."
+        "graphs, where there are any; against compile is the better of those over the best column with kernels. A speed-up "
+        "of a kernel is against the model's own code at that place."
         + (f" {document['note']}" if "note" in document else "")
         + "\n\n"
         + "\n".join(lines)

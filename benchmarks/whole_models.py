@@ -4,7 +4,8 @@
     python benchmarks/whole_models.py cuda --budget 480 --out benchmarks/results/whole-models-h200.json
 
 Each model is one `optimize --json` in a process of its own; its record goes into the file as it is, with the seconds
-that every experiment took. Models that do not fit the budget are named as not run.
+that every experiment took. Models that do not fit the budget are named as not run. Cases that the file has already and
+that are not run again stay in it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,14 @@ def run_case(arguments: list[str], device: str, timeout_s: float, log: Path) -> 
         record.pop("run_dir", None)
         for package in record.get("packages", []):
             package["path"] = Path(package["path"]).name
-        return {"seconds": round(seconds, 1), "record": record, "experiments": experiments}
+        asked = [a for a in command[4:] if a != folder and a != "--out"]
+        return {
+            "arguments": asked,
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": round(seconds, 1),
+            "record": record,
+            "experiments": experiments,
+        }
 
 
 def experiments_of(folder: Path) -> list[dict[str, object]]:
@@ -89,6 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     results: dict[str, object] = {}
+    known = json.loads(arguments.out.read_text(encoding="utf-8"))["cases"] if arguments.out.exists() else {}
     log = arguments.out.with_suffix(".log")
     for name, case in CASES[arguments.device]:
         if arguments.only and arguments.only not in name:
@@ -106,7 +115,7 @@ def main() -> None:
             "what": "autokernel-hf optimize --random-weights, one run a model",
             "date": time.strftime("%Y-%m-%d"),
             "device": arguments.device,
-            "cases": results,
+            "cases": known | results,
         }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for name, result in results.items():
