@@ -269,7 +269,7 @@ def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe
     domain = contract.check(candidate, type_)
     layers = layers_source(type_.name)
     templates = {
-        "__init__.py": variant.init_source(type_, has_layers=layers is not None),
+        "__init__.py": variant.init_source(type_, layers),
         "_ops.py": variant.ops_source(type_, candidate.backend, domain),
     }
     if layers is not None:

@@ -189,7 +189,7 @@ def _torch_ext(candidate: Candidate, kernel_type: KernelType, domain: Domain, pa
     )
     assert variant.ID not in functions, "the generated Python names its id in a way that is not known here"
     files = {
-        "__init__.py": variant.init_source(kernel_type, layers is not None).replace("._ops", ".functions"),
+        "__init__.py": variant.init_source(kernel_type, layers).replace("._ops", ".functions"),
         "functions.py": functions + "\n",
     }
     if layers is not None:

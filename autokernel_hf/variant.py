@@ -5,6 +5,7 @@ What is written here ships: it imports torch and the variant's own files, nothin
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from autokernel_hf.records import Backend
 ID = "{id}"  # stands in the generated Python until the content, and so the id, is known
 UNSUPPORTED_PREFIX = "autokernel unsupported: "  # these two as in binding.h
 OUT_OF_MEMORY_PREFIX = "autokernel out of memory: "
+
+# What transformers looks for in a package that is named as `attn_implementation`, in place of flash-attn's own functions.
+_ATTENTION_HOOKS = frozenset({"flash_attn_forward", "supports_flash_attn"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +38,35 @@ class Domain:
         return "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in listed.items())
 
 
-def init_source(kernel_type: KernelType, has_layers: bool) -> str:
-    """`__init__.py` of a variant."""
+def init_source(kernel_type: KernelType, layers: str | None) -> str:
+    """`__init__.py` of a variant.
+
+    Args:
+        layers: Source of its `layers.py`, if it has one.
+    """
     name = kernel_type.name
     lines = [f'"""{kernel_type.schema.text}"""', ""]
-    if has_layers:
+    if layers is not None:
         lines.append("from . import layers")
-    exported = sorted([name, *(["layers"] if has_layers else [])])
-    lines += [f"from ._ops import {name}", "", "__all__ = " + _quoted(exported)]
+    lines.append(f"from ._ops import {name}")
+    hooks = _ATTENTION_HOOKS & _defined(layers or "")
+    if hooks:
+        # Not in __all__: these are for transformers, whose interface they follow, not for a caller.
+        lines.append(f"from .layers import {', '.join(sorted(hooks))}  # noqa: F401")
+    exported = sorted([name, *(["layers"] if layers is not None else [])])
+    lines += ["", "__all__ = " + _quoted(exported)]
     return "\n".join(lines) + "\n"
+
+
+def _defined(source: str) -> set[str]:
+    """Names of the functions and constants at the top level of a Python source."""
+    names: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 def ops_source(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:

@@ -170,6 +170,42 @@ print(json.dumps({"calls": len(calls), "error": error}))
     assert seen["error"] < 1e-5
 
 
+def test_transformers_takes_a_published_attention_kernel_by_its_name(
+    hub: HubServer, quick: None, tmp_path: Path
+) -> None:
+    """`attn_implementation="namespace/name"`, through Triton's interpreter, in a model with fewer keys than queries."""
+    source = candidate("flash_attention", "triton")
+    built = build(source)
+    made = stage(built, candidate=source, name="tri-attention", out=tmp_path, interpreter=True)
+    write_card(made, candidate=source, built=built)
+    hub_module.publish(made, "acme/tri-attention")
+    code = """
+import json, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)
+torch.manual_seed(0)
+model = LlamaForCausalLM(config).eval()
+ids = torch.arange(12)[None].repeat(2, 1)
+hidden = torch.ones_like(ids)
+hidden[1, :5] = 0
+with torch.no_grad():
+    plain = [model(ids).logits, model(ids, attention_mask=hidden).logits[:, 5:]]
+    model.set_attn_implementation("acme/tri-attention", allow_all_kernels=True)
+    (layers,) = [m for n, m in list(sys.modules.items()) if n.startswith("_ak_flash") and n.endswith(".layers")]
+    calls, function = [], layers.flash_attention
+    layers.flash_attention = lambda *args, **options: calls.append(1) or function(*args, **options)
+    found = [model(ids).logits, model(ids, attention_mask=hidden).logits[:, 5:]]
+error = max((f - p).abs().max().item() for f, p in zip(found, plain))
+print(json.dumps({"calls": len(calls), "error": error}))
+"""
+    seen = answer(hub, code, env={"TRITON_INTERPRET": "1"})
+    assert seen["calls"] == 4  # two layers, two passes
+    assert seen["error"] < 1e-5
+
+
 def test_local_kernels_redirects_and_an_untrusted_publisher_is_refused(
     hub: HubServer, package: Package, quick: None
 ) -> None:
