@@ -15,8 +15,8 @@ from importlib import resources
 from typing import Protocol
 
 from autokernel_hf import tunables
-from autokernel_hf.errors import AutokernelError, CandidateError
-from autokernel_hf.records import Candidate, Experiment, Proposal, Scalar, Target
+from autokernel_hf.errors import AutokernelError
+from autokernel_hf.records import Candidate, Experiment, Proposal, Target
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,12 @@ class LanguageModel:
                 continue
             tried.add(candidate.digest)
             proposals.append(
-                Proposal(source=source, rationale=_hypothesis(text), tags=("llm",), tunables=_values(source))
+                Proposal(
+                    source=source,
+                    rationale=_hypothesis(text),
+                    tags=("llm",),
+                    tunables=tunables.values_if_readable(source),
+                )
             )
         return proposals
 
@@ -256,13 +261,6 @@ def _hypothesis(text: str) -> str:
         if line.lower().startswith("hypothesis:"):
             return line.split(":", 1)[1].strip()[:200]
     return "proposed by the language model"
-
-
-def _values(source: str) -> dict[str, Scalar]:
-    try:
-        return tunables.values(source)
-    except CandidateError:
-        return {}
 
 
 def _prompt(context: Context) -> str:

@@ -14,7 +14,6 @@ from autokernel_hf.candidates import read_candidate
 from autokernel_hf.errors import CandidateError, RunError
 from autokernel_hf.records import (
     Backend,
-    Candidate,
     Decision,
     Evaluation,
     Experiment,
@@ -140,7 +139,10 @@ def attempt(run_dir: Path, target: str | None, file: Path, note: str, progress: 
         with searching(run, found, starters(found, kind, run.settings.backend), progress) as search:
             search.try_starters()
             proposal = Proposal(
-                source=candidate.source, rationale=note, tags=("external",), tunables=_values(candidate)
+                source=candidate.source,
+                rationale=note,
+                tags=("external",),
+                tunables=tunables.values_if_readable(candidate.source),
             )
             record = search.experiment(candidate, proposal)
         gain = gain_over(record.evaluation, "incumbent")
@@ -252,13 +254,6 @@ def ledger_text(console: Console, document: dict[str, object]) -> None:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}x"
-
-
-def _values(candidate: Candidate) -> dict[str, Scalar]:
-    try:
-        return tunables.values(candidate.source)
-    except CandidateError:
-        return {}
 
 
 def _schema(target: Target) -> str:

@@ -6,7 +6,6 @@ beyond the noise; what is won must be faster than the model's own code in a conf
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.agent import Context, Proposer
-from autokernel_hf.errors import CandidateError
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Backend,
@@ -30,8 +28,6 @@ from autokernel_hf.records import (
     WorkloadResult,
 )
 from autokernel_hf.runs import Finished, Run, Started, gain_over, scores_of, weighted
-
-logger = logging.getLogger(__name__)
 
 
 class Judging(Protocol):
@@ -206,7 +202,7 @@ class Search:
                     source=starter.source,
                     rationale=f"{starter.backend} starter",
                     tags=("starter",),
-                    tunables=_tunables_of(starter.source),
+                    tunables=tunables.values_if_readable(starter.source),
                 )
                 self._report(self.experiment(starter, proposal))
 
@@ -305,14 +301,6 @@ class Search:
             f"#{record.experiment} {record.decision} ({record.evaluation.status}{figure}; {record.seconds:.1f} s): "
             f"{record.description}",
         )
-
-
-def _tunables_of(source: str) -> dict[str, float | int | bool | str | None]:
-    try:
-        return tunables.values(source)
-    except CandidateError as error:
-        logger.warning("%s", error)
-        return {}
 
 
 def _first_failure(attempts: Sequence[Experiment]) -> str:

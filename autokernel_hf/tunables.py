@@ -9,12 +9,15 @@ with the constant, so a proposer needs no knowledge of the file, and one experim
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autokernel_hf.errors import CandidateError
 from autokernel_hf.records import Scalar
+
+logger = logging.getLogger(__name__)
 
 ACTS_ON = ("block", "memory", "compute", "launch", "algorithm")
 
@@ -98,6 +101,15 @@ def substitute(source: str, values: Mapping[str, Scalar]) -> str:
 def values(source: str) -> dict[str, Scalar]:
     """The present values of a candidate's tunables."""
     return {t.name: t.value for t in parse(source)}
+
+
+def values_if_readable(source: str) -> dict[str, Scalar]:
+    """The same for a file that is judged as it is: one whose tune comments cannot be read counts as without tunables."""
+    try:
+        return values(source)
+    except CandidateError as error:
+        logger.warning("%s", error)
+        return {}
 
 
 def _literal(text: str) -> Scalar:

@@ -68,3 +68,11 @@ def test_every_starter_has_tunables_that_parse() -> None:
                         again = tunables.substitute(source, {tunable.name: choice})
                         assert tunables.values(again)[tunable.name] == choice
     assert counted >= 20
+
+
+def test_a_file_whose_comments_cannot_be_read_counts_as_without_tunables(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert tunables.values_if_readable(PYTHON) == tunables.values(PYTHON) != {}
+    assert tunables.values_if_readable("BLOCK = 3  # tune(memory): 1, 2\n") == {}
+    assert "not among its choices" in caplog.text
