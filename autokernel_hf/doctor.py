@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -180,32 +181,35 @@ def _openmp() -> Check:
 
 def _isolation() -> Check:
     """Which of the walls around a candidate this system gives."""
+    from autokernel_hf.judge.server import program
+
     name = "isolation of candidates"
-    unshare = shutil.which("unshare")
-    if unshare is None:
+    command = program("autokernel_hf.judge.server", function="probe")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode or not done.stdout:
         return Check(
             name=name,
             ok=False,
-            detail="own process and session only; no namespaces (unshare is missing)",
-            remedy="Install util-linux.",
+            detail=f"could not be tried: {done.stderr.strip()[-300:]}",
+            remedy="Judge only candidates that you trust.",
         )
-    done = subprocess.run(
-        [unshare, "--user", "--map-root-user", "--net", "--pid", "--fork", "true"],
-        capture_output=True,
-        timeout=20,
-        check=False,
-    )
-    if done.returncode:
+    found = json.loads(done.stdout)
+    missing = "; ".join(found["not_enforced"])
+    if found["namespaces"]:
+        walls = (
+            "namespaces; read-only files; home, Hub and temporary files hidden; no network; no capabilities"
+        )
         return Check(
             name=name,
-            ok=False,
-            detail="own process and session only; the kernel refuses user namespaces",
-            remedy="Allow unprivileged user namespaces, or judge only candidates that you trust.",
+            ok=not missing,
+            detail=walls + (f"; but {missing}" if missing else ""),
+            remedy="Judge only candidates that you trust." if missing else "",
         )
     return Check(
         name=name,
-        ok=True,
-        detail="own process, session and scrubbed environment; namespaces are available, files are not hidden yet",
+        ok=False,
+        detail=f"no namespaces; Landlock and a filter of system calls instead; {missing}",
+        remedy="Allow unprivileged user namespaces, or judge only candidates that you trust.",
     )
 
 

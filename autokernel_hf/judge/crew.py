@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from typing import TypeVar
 
 from autokernel_hf.errors import JudgeError
 from autokernel_hf.judge.arena import Pool
-from autokernel_hf.judge.remote import Child, Failed
-from autokernel_hf.judge.server import Server
+from autokernel_hf.judge.remote import Builder, Child, Failed, Process
+from autokernel_hf.judge.server import Server, Spawned
+from autokernel_hf.judge.watchdog import Watchdog
 from autokernel_hf.records import Built, Candidate
 
 log = logging.getLogger(__name__)
 
 _KEPT_CHILDREN = 2
+
+P = TypeVar("P", bound=Process)
 
 
 class Crew:
@@ -33,6 +37,9 @@ class Crew:
         self._server = server
         self._pool = pool
         self._isolate = True
+        self._told = False
+        self._watchdog = Watchdog()
+        self._builder: Builder | None = None
         self._spare: Child | None = None
         self._kept: dict[str, Child] = {}
         self._built: dict[str, Built] = {}
@@ -48,13 +55,16 @@ class Crew:
             self._spare = self._start()
 
     def build(self, child: Child, candidate: Candidate) -> Built:
-        """Build a candidate in a child, and import it there.
+        """Build a candidate, and import it in a child.
 
         Raises:
             Failed: It does not build or import.
         """
-        built = child.build(candidate, self._device)
+        if self._builder is None or self._builder.ended:
+            self._builder = self._watched(Builder(self._spawn(builder=True), timeout_s=self._timeout_s))
+        built = self._builder.build(candidate, self._device)
         self._built[candidate.digest] = built
+        child.load(built)
         return built
 
     def fresh(self, candidate: Candidate) -> Child:
@@ -96,27 +106,48 @@ class Crew:
             self._kept.pop(next(iter(self._kept))).end()
 
     def close(self) -> None:
-        for child in (*self._kept.values(), *([self._spare] if self._spare else [])):
-            child.end()
+        processes = [self._spare, self._builder, *self._kept.values()]
+        for process in processes:
+            if process is not None:
+                process.end()
+        self._watchdog.close()
         self._pool.close()
         if self._server is not None:
             self._server.close()
 
     def _start(self) -> Child:
+        if not self._isolate:
+            return self._opened()
+        try:
+            return self._opened()
+        except JudgeError as error:
+            # What a GPU's driver needs may be out of reach in namespaces; it is tried once without them.
+            log.warning("children run without namespaces of their own: %s", error)
+            self._isolate = False
+            return self._opened()
+
+    def _opened(self) -> Child:
+        child = Child(self._spawn(builder=False), self._pool, timeout_s=self._timeout_s)
+        child.open()
+        return self._watched(child)
+
+    def _spawn(self, *, builder: bool) -> Spawned:
         if self._server is None:
             self._server = Server(interpret=self._interpret, device=self._device.partition(":")[0])
-        if self._isolate:
-            try:
-                return self._opened(self._server, isolate=True)
-            except JudgeError as error:
-                log.warning("children run without namespaces of their own: %s", error)
-                self._isolate = False
-        return self._opened(self._server, isolate=False)
-
-    def _opened(self, server: Server, *, isolate: bool) -> Child:
-        spawned = server.spawn(isolate=isolate)
+        spawned = self._server.spawn(isolate=True, builder=builder) if self._isolate else None
         if spawned is None:
-            raise JudgeError("The system refuses process and network namespaces.")
-        child = Child(spawned, self._pool, timeout_s=self._timeout_s)
-        child.open()
-        return child
+            if self._isolate:
+                log.warning("the system refuses namespaces: candidates run under Landlock and a filter alone")
+            self._isolate = False
+            spawned = self._server.spawn(isolate=False, builder=builder)
+            assert spawned is not None
+        if spawned.not_enforced and not self._told:
+            self._told = True
+            log.warning(
+                "of the walls around a candidate this system lacks: %s", "; ".join(spawned.not_enforced)
+            )
+        return spawned
+
+    def _watched(self, process: P) -> P:
+        self._watchdog.watch(process)
+        return process

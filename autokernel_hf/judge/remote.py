@@ -51,24 +51,110 @@ class TurnReport:
     wall_us: float
 
 
-class Child:
-    """One child process with its arena.
+class Process:
+    """A process behind walls that does what the referee says: a builder, or a child that holds a candidate.
 
     Args:
         timeout_s: The longest that one command may take, building apart.
     """
 
-    def __init__(self, spawned: Spawned, pool: Pool, *, timeout_s: float) -> None:
+    def __init__(self, spawned: Spawned, *, timeout_s: float) -> None:
         self.spawned = spawned
-        self.arena = pool.take()
-        self._pool = pool
         self.timeout_s = timeout_s
         self.ended = False
+        self.too_large: str = ""  # set by the watchdog that ends it: what it took
+        self.granted_bytes = 0  # of shared memory that the referee has given it
 
     @property
     def pid(self) -> int:
         assert self.spawned.pid is not None
         return self.spawned.pid
+
+    def end(self) -> None:
+        """End it with all that it started. Safe to call again."""
+        if self.ended:
+            return
+        self.ended = True
+        self.spawned.kill()
+        self.spawned.wait()
+        self.spawned.close()
+
+    def _command(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self._send(request)
+        return self._receive(timeout_s)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        try:
+            messages.send(self.spawned.channel, request)
+        except messages.PeerGone:
+            raise self._gone() from None
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            reply = messages.receive(self.spawned.channel, timeout_s=timeout_s)
+        except messages.TooLate:
+            self.end()
+            raise Failed("timeout", f"did not return within {timeout_s:.3g} s") from None
+        except messages.PeerGone:
+            raise self._gone() from None
+        if "error" in reply:
+            status, message = str(reply["error"]), str(reply.get("message", ""))
+            if status == "tool_missing":
+                self.end()
+                raise ToolMissingError(message)
+            if status not in get_args(BenchStatus) or status == "passed":
+                raise self._forged()
+            raise Failed(cast(BenchStatus, status), _what(status, message))
+        return reply
+
+    def _gone(self) -> Failed:
+        """The channel is closed: the process is gone, or has closed it to be left alone."""
+        code = self.spawned.wait(_LAST_WORDS_S)
+        said = self.spawned.output(400)
+        self.end()
+        if self.too_large:
+            return Failed("out_of_memory", self.too_large)
+        if code == -signal.SIGKILL:
+            how = "ended before it returned a result (killed, or it closed its channel)"
+        elif code < 0:
+            how = f"ended before it returned a result, by {signal.Signals(-code).name}"
+        else:
+            how = f"ended before it returned a result, with exit code {code}"
+        return Failed("crashed", how + (f"; it printed: {said}" if said else ""))
+
+    def _forged(self) -> Failed:
+        self.end()
+        return Failed("rejected", "sent an answer that no honest child sends")
+
+
+class Builder(Process):
+    """A process that compiles candidates and never runs one: it alone may write to the build cache."""
+
+    def build(self, candidate: Candidate, device: str) -> Built:
+        """Build a candidate.
+
+        Raises:
+            Failed: It does not build.
+            ToolMissingError: This machine has no compiler for it.
+        """
+        request = {"op": "build", "candidate": candidate.model_dump(mode="json"), "device": device}
+        return Built.model_validate(self._command(request, _BUILD_TIMEOUT_S)["built"])
+
+
+class Child(Process):
+    """A process with an arena, for one candidate."""
+
+    def __init__(self, spawned: Spawned, pool: Pool, *, timeout_s: float) -> None:
+        super().__init__(spawned, timeout_s=timeout_s)
+        self.arena = pool.take()
+        self.granted_bytes = self.arena.nbytes if self.arena.memory.device.type == "cpu" else 0
+        self._pool = pool
+
+    def end(self) -> None:
+        """End it with all that it started, and put its arena back."""
+        if not self.ended:
+            super().end()
+            self._pool.give(self.arena)
 
     def open(self) -> None:
         """Hand the arena over.
@@ -88,24 +174,8 @@ class Child:
             self.end()
             raise JudgeError(f"A fresh process could not open the shared memory: {reply['message']}\n{said}")
 
-    def build(self, candidate: Candidate, device: str) -> Built:
-        """Build the candidate inside the child, and import it there.
-
-        Raises:
-            Failed: It does not build or import.
-            ToolMissingError: This machine has no compiler for it.
-        """
-        request = {"op": "build", "candidate": candidate.model_dump(mode="json"), "device": device}
-        try:
-            built = Built.model_validate(self._command(request, _BUILD_TIMEOUT_S)["built"])
-        except (KeyError, ValueError) as error:
-            self.end()
-            raise Failed("rejected", f"forged what its build returned ({type(error).__name__})") from None
-        self.load(built)
-        return built
-
     def load(self, built: Built) -> None:
-        """Import what was built here or in another child.
+        """Import what a builder has built.
 
         Raises:
             Failed: It does not import.
@@ -207,61 +277,6 @@ class Child:
     def peak_bytes(self) -> int | None:
         value = self._command({"op": "memory"}, self.timeout_s).get("peak_bytes")
         return value if isinstance(value, int) else None
-
-    def end(self) -> None:
-        """End it with all that it started, and put its arena back. Safe to call again."""
-        if self.ended:
-            return
-        self.ended = True
-        self.spawned.kill()
-        self.spawned.wait()
-        self.spawned.close()
-        self._pool.give(self.arena)
-
-    def _command(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self._send(request)
-        return self._receive(timeout_s)
-
-    def _send(self, request: dict[str, Any]) -> None:
-        try:
-            messages.send(self.spawned.channel, request)
-        except messages.PeerGone:
-            raise self._gone() from None
-
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            reply = messages.receive(self.spawned.channel, timeout_s=timeout_s)
-        except messages.TooLate:
-            self.end()
-            raise Failed("timeout", f"did not return within {timeout_s:.3g} s") from None
-        except messages.PeerGone:
-            raise self._gone() from None
-        if "error" in reply:
-            status, message = str(reply["error"]), str(reply.get("message", ""))
-            if status == "tool_missing":
-                self.end()
-                raise ToolMissingError(message)
-            if status not in get_args(BenchStatus) or status == "passed":
-                raise self._forged()
-            raise Failed(cast(BenchStatus, status), _what(status, message))
-        return reply
-
-    def _gone(self) -> Failed:
-        """The channel is closed: the process is gone, or has closed it to be left alone."""
-        code = self.spawned.wait(_LAST_WORDS_S)
-        said = self.spawned.output(400)
-        self.end()
-        if code == -signal.SIGKILL:
-            how = "ended before it returned a result (killed, or it closed its channel)"
-        elif code < 0:
-            how = f"ended before it returned a result, by {signal.Signals(-code).name}"
-        else:
-            how = f"ended before it returned a result, with exit code {code}"
-        return Failed("crashed", how + (f"; it printed: {said}" if said else ""))
-
-    def _forged(self) -> Failed:
-        self.end()
-        return Failed("rejected", "sent an answer that no honest child sends")
 
 
 def _wire(args: Sequence[tuple[str, object]]) -> list[list[object]]:

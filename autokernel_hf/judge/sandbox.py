@@ -1,4 +1,4 @@
-"""What keeps a child from harming others, as far as this module goes: secrets, namespaces, and ending it whole."""
+"""What keeps a child from harming others beside its walls (`confine`): secrets, namespaces, and ending it whole."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _SECRET_FAMILIES = (
 # Not secrets, though their names match: without them tokenizers and compilers behave otherwise.
 _HARMLESS = frozenset({"TOKENIZERS_PARALLELISM"})
 
+_CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
@@ -109,12 +110,12 @@ def adopt_orphans() -> None:
 
 
 def isolate() -> bool:
-    """Put the children that this process will fork into process and network namespaces of their own.
+    """Put the children that this process will fork into mount, process and network namespaces of their own.
 
     Returns:
         Whether the system allowed it.
     """
-    flags = _CLONE_NEWPID | _CLONE_NEWNET
+    flags = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET
     user, group = os.geteuid(), os.getegid()
     if user != 0:
         flags |= _CLONE_NEWUSER

@@ -17,24 +17,31 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from autokernel_hf.cache import cache_root
 from autokernel_hf.errors import JudgeError
-from autokernel_hf.judge import messages, sandbox
+from autokernel_hf.judge import confine, messages, sandbox
+
+Body = Callable[[int], int]
+"""What a child does, over the descriptor of its channel; its exit code."""
 
 _START_TIMEOUT_S = 120.0
 _NAMESPACES_REFUSED = 97  # exit code of a warden that could not set up what the system first granted
 
 
-def program(module: str, *arguments: str) -> list[str]:
-    """The command line of one of our processes.
+def program(module: str, *arguments: str, function: str = "main") -> list[str]:
+    """The command line of one of our processes, which calls a function of a module with these arguments.
 
     Nothing of the current directory is importable there: a user's `profile.py` must not shadow the standard library's.
     """
@@ -43,8 +50,8 @@ def program(module: str, *arguments: str) -> list[str]:
         "import sys\n"
         "if sys.path and sys.path[0] == '': del sys.path[0]\n"
         f"if {root!r} not in sys.path: sys.path.append({root!r})\n"
-        f"from {module} import main\n"
-        "main(*sys.argv[1:])\n"
+        f"from {module} import {function}\n"
+        f"{function}(*sys.argv[1:])\n"
     )
     return [sys.executable, "-c", code, *arguments]
 
@@ -58,14 +65,17 @@ class Spawned:
         self.log = log
         self.pid: int | None = None
         self.exit_code: int | None = None
-        self._status = os.fdopen(status, "r", encoding="ascii", errors="replace")
+        self.not_enforced: tuple[str, ...] = ()
+        self._status = os.fdopen(status, "r", encoding="utf-8", errors="replace")
 
     def started(self) -> bool:
-        """Wait until the child runs. False: it could not be started in this form."""
+        """Wait until the child runs behind its walls. False: it could not be started in this form."""
         word, _, value = self._status.readline().partition(" ")
         if word != "started":
             return False
-        self.pid = int(value)
+        number, _, missing = value.strip().partition(" ")
+        self.pid = int(number)
+        self.not_enforced = tuple(json.loads(missing))
         return True
 
     def kill(self) -> None:
@@ -143,15 +153,18 @@ class Server:
             ) from None
         self._ready = True
 
-    def spawn(self, *, isolate: bool) -> Spawned | None:
-        """Fork a child. None: the system refuses the namespaces that `isolate` asks for."""
+    def spawn(self, *, isolate: bool, builder: bool = False) -> Spawned | None:
+        """Fork a child, or a builder, which may write to the build cache and never holds a candidate.
+
+        None: the system refuses the namespaces that `isolate` asks for.
+        """
         self.wait_ready()
         ours, theirs = socket.socketpair()
         status_read, status_write = os.pipe()
         with tempfile.TemporaryFile() as file:
             log = os.dup(file.fileno())
         try:
-            request = json.dumps({"isolate": isolate}).encode()
+            request = json.dumps({"isolate": isolate, "builder": builder}).encode()
             socket.send_fds(self._channel, [request], [theirs.fileno(), log, status_write])
         except OSError as error:
             raise JudgeError(f"The process that judged kernels are forked from is gone: {error}.") from None
@@ -184,6 +197,7 @@ def main(descriptor: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=int(descriptor))
     _preload()
+    walls = {builder: confine.walls(os.environ, builder=builder) for builder in (False, True)}
     # Wardens are nobody's concern here: each tells by itself how its child ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     messages.send(channel, {"ready": True})
@@ -193,9 +207,43 @@ def main(descriptor: str) -> None:
             return
         if os.fork() == 0:
             channel.close()
-            _warden(json.loads(request)["isolate"], *descriptors)
+            wish = json.loads(request)
+            _warden(wish["isolate"], walls[wish["builder"]], _serve, *descriptors)
         for received in descriptors:
             os.close(received)
+
+
+def behind_walls(body: Body, *, isolate: bool, builder: bool = False) -> Spawned | None:
+    """Fork a child of this process that does `body` behind its walls. None: namespaces are refused."""
+    walls = confine.walls(os.environ, builder=builder)
+    ours, theirs = socket.socketpair()
+    status_read, status_write = os.pipe()
+    with tempfile.TemporaryFile() as file:
+        log = os.dup(file.fileno())
+    if os.fork() == 0:
+        ours.close()
+        os.close(status_read)
+        _warden(isolate, walls, body, theirs.fileno(), log, status_write)
+    theirs.close()
+    os.close(status_write)
+    spawned = Spawned(ours, status_read, log, isolated=isolate)
+    if spawned.started():
+        return spawned
+    spawned.close()
+    return None
+
+
+def probe() -> None:
+    """Write to stdout, as JSON, whether a child gets namespaces here, and what its walls lack (for `doctor`)."""
+    for isolate in (True, False):
+        spawned = behind_walls(lambda channel: 0, isolate=isolate)
+        if spawned is not None:
+            spawned.wait(5.0)
+            found = {"namespaces": isolate, "not_enforced": spawned.not_enforced}
+            break
+    else:
+        found = {"namespaces": False, "not_enforced": ("there are no walls at all",)}
+    sys.stdout.write(json.dumps(found))
 
 
 def _preload() -> None:
@@ -213,9 +261,16 @@ def _preload() -> None:
         raise RuntimeError("an import started CUDA: children could not use it")
 
 
-def _warden(isolate: bool, channel: int, log: int, status: int) -> NoReturn:
+def _serve(channel: int) -> int:
+    from autokernel_hf.judge import child
+
+    return child.serve(socket.socket(fileno=channel))
+
+
+def _warden(isolate: bool, walls: confine.Walls, body: Body, channel: int, log: int, status: int) -> NoReturn:
     """Start the child, wait for its end, clean up behind it, and say how it ended."""
     code = 1
+    private = None
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         sandbox.die_with_parent()
@@ -224,16 +279,25 @@ def _warden(isolate: bool, channel: int, log: int, status: int) -> NoReturn:
             os._exit(_NAMESPACES_REFUSED)
         if not isolate:
             sandbox.adopt_orphans()
+            private = tempfile.mkdtemp(prefix="autokernel_hf_")
         start_read, start_write = os.pipe()
+        ready_read, ready_write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(start_write)
+            os.close(ready_read)
+            life = _Life(body, walls, private, channel, log, status, start_read, ready_write)
             if isolate:
-                _init(channel, log, status, start_read)
-            _child(channel, log, status, start_read)
+                _init(life)
+            _child(life)
         os.close(channel)
         os.close(start_read)
-        os.write(status, f"started {pid}\n".encode())
+        os.close(ready_write)
+        missing = _line(ready_read)
+        if not missing:
+            os.waitpid(pid, 0)
+            os._exit(_NAMESPACES_REFUSED)
+        os.write(status, f"started {pid} {missing}\n".encode())
         os.close(start_write)  # now it may run: whoever must end it knows its number
         _, ended = os.waitpid(pid, 0)
         if not isolate:
@@ -241,16 +305,44 @@ def _warden(isolate: bool, channel: int, log: int, status: int) -> NoReturn:
         os.write(status, f"exit {_exit_code(ended)}\n".encode())
         code = 0
     finally:
+        if private is not None:
+            shutil.rmtree(private, ignore_errors=True)
         os._exit(code)
 
 
-def _init(channel: int, log: int, status: int, start: int) -> NoReturn:
-    """The first process of a namespace: it passes on how the child ended, and its own end ends all others."""
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """What a child needs from its warden: its task, its walls, and descriptors."""
+
+    body: Body
+    walls: confine.Walls
+    private: str | None  # a folder of its own, where it has no namespaces
+    channel: int
+    log: int
+    status: int
+    start: int
+    ready: int
+
+
+def _line(descriptor: int) -> str:
+    with os.fdopen(descriptor, "r", encoding="utf-8") as file:
+        return file.readline().strip()
+
+
+def _init(life: _Life) -> NoReturn:
+    """The first process of the namespaces: it puts up the walls, and its own end ends all others."""
     sandbox.die_with_parent()
-    pid = os.fork()
+    try:
+        missing = confine.enter(life.walls)
+        pid = os.fork()
+    except OSError:
+        os.dup2(life.log, 2)
+        traceback.print_exc()
+        os._exit(_NAMESPACES_REFUSED)
     if pid == 0:
-        _child(channel, log, status, start)
-    os.close(channel)
+        _child(life, missing)
+    os.close(life.channel)
+    os.close(life.ready)
     while True:
         ended, how = os.wait()
         if ended == pid:
@@ -262,26 +354,41 @@ def _exit_code(status: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _child(channel: int, log: int, status: int, start: int) -> NoReturn:
+def _child(life: _Life, missing: Sequence[str] = ()) -> NoReturn:
     code = 1
     try:
         sandbox.die_with_parent()
         os.setsid()
-        os.close(status)
-        os.read(start, 1)
-        os.close(start)
+        os.close(life.status)
         with Path(os.devnull).open("rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-
-        from autokernel_hf.judge import child
-
-        code = child.serve(socket.socket(fileno=channel))
+        os.dup2(life.log, 1)
+        os.dup2(life.log, 2)
+        os.close(life.log)
+        _move_in(life.private or confine.PRIVATE, life.private is not None)
+        missing = list(missing)
+        if life.private is not None:
+            missing += confine.restrict(life.walls, life.private)
+        missing += confine.give_up_rights()
+        os.write(life.ready, (json.dumps(missing) + "\n").encode())
+        os.close(life.ready)
+        os.read(life.start, 1)
+        os.close(life.start)
+        code = life.body(life.channel)
     except BaseException:  # noqa: BLE001 - the end of this process; it must tell why
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _move_in(private: str, homeless: bool) -> None:
+    """Have this process keep its temporary files, and what Triton compiles, in a folder of its own."""
+    os.environ["AUTOKERNEL_HF_CACHE"] = str(cache_root().resolve())
+    os.environ["TMPDIR"] = private
+    os.environ["TRITON_CACHE_DIR"] = f"{private}/triton"
+    if homeless:
+        os.environ["HOME"] = private
+        os.chdir(private)
+    tempfile.tempdir = None
