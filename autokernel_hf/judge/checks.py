@@ -93,8 +93,11 @@ def allowed(
     """The largest permitted error of every element, in float64."""
     rule = kernel_type.tolerance
     info = torch.finfo(dtype)
-    size = exact.double().abs().clamp(max=info.max).nan_to_num(0.0)
-    scale = torch.maximum(size, size.new_tensor(max(_rms(size), info.tiny)))
+    size = exact.double().abs()
+    # An infinity, or what becomes one in this dtype, says nothing of the size of the others.
+    ordinary = size[size <= info.max]
+    size = size.clamp(max=info.max).nan_to_num(0.0)
+    scale = torch.maximum(size, size.new_tensor(max(_rms(ordinary), info.tiny)))
     return rule.k * torch_error + rule.ulps * rule.growth(workload) * info.eps * scale
 
 
@@ -194,6 +197,8 @@ def check_form(reports: Sequence[dict[str, Any]], shared: bool, expected: Expect
             return f"{name} shares memory with an input"
         if report.get("aliases_last"):
             return f"{name} is not new: it shares memory with an output of the call before"
+        if report.get("spoils_last"):
+            return "it wrote to an output of the call before"
     if shared:
         return "two outputs share memory"
     return ""
@@ -209,15 +214,15 @@ def form_of(outputs: Sequence[object], expected: Expected) -> str:
 
 # --- impostors ----------------------------------------------------------------------------------------------------
 
-Impostor = Callable[[Args, Expected, Expected], Outputs]
-"""(arguments, right answer, right answer of another call) -> what the impostor returns."""
+Impostor = Callable[[KernelType, Args, Expected, Expected], Outputs]
+"""(type, arguments, right answer, right answer of another call) -> what the impostor returns."""
 
 
-def _zeros(args: Args, expected: Expected, previous: Expected) -> Outputs:
+def _zeros(kernel_type: KernelType, args: Args, expected: Expected, previous: Expected) -> Outputs:
     return tuple(torch.zeros_like(o) for o in expected.outputs)
 
 
-def _first_input(args: Args, expected: Expected, previous: Expected) -> Outputs:
+def _first_input(kernel_type: KernelType, args: Args, expected: Expected, previous: Expected) -> Outputs:
     """The first tensor, repeated or cut to each output's size."""
     first = next(v for v in args.values() if isinstance(v, Tensor)).double().reshape(-1)
     outputs = []
@@ -230,7 +235,7 @@ def _first_input(args: Args, expected: Expected, previous: Expected) -> Outputs:
     return tuple(outputs)
 
 
-def _mean(args: Args, expected: Expected, previous: Expected) -> Outputs:
+def _mean(kernel_type: KernelType, args: Args, expected: Expected, previous: Expected) -> Outputs:
     """The mean of the right answer everywhere, which is more than an impostor could know."""
     return tuple(
         torch.full_like(o, float(o.double().nan_to_num(0, 0, 0).mean())) if o.numel() else o.clone()
@@ -238,8 +243,33 @@ def _mean(args: Args, expected: Expected, previous: Expected) -> Outputs:
     )
 
 
-def _previous(args: Args, expected: Expected, previous: Expected) -> Outputs:
+def _previous(kernel_type: KernelType, args: Args, expected: Expected, previous: Expected) -> Outputs:
     return tuple(o.clone() for o in previous.outputs)
+
+
+# Significant bits of the next narrower precision: of float16 and TF32, of bfloat16, of two kinds of float8.
+_NARROWER_BITS = {torch.float32: 11, torch.float16: 8, torch.bfloat16: 4, torch.float8_e4m3fn: 3}
+
+
+def _narrow(kernel_type: KernelType, args: Args, expected: Expected, previous: Expected) -> Outputs:
+    """Torch's own result in the next lower precision, of which only the digits are lost and not the range."""
+    dtype = next(v.dtype for v in args.values() if isinstance(v, Tensor))
+    bits = _NARROWER_BITS[dtype]
+    narrowed = {
+        name: _rounded(value, bits).to(dtype) if isinstance(value, Tensor) and value.dtype == dtype else value
+        for name, value in args.items()
+    }
+    with torch.no_grad():
+        outputs = kernel_type.reference(**narrowed)
+    return tuple(_rounded(o, bits) if o.is_floating_point() else o for o in outputs)
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """Rounded to so many significant bits, in float64."""
+    x = x.double()
+    mantissa, exponent = torch.frexp(x)
+    rounded = torch.ldexp(torch.round(mantissa * 2.0**bits) / 2.0**bits, exponent)
+    return torch.where(torch.isfinite(x) & (x != 0), rounded, x)
 
 
 IMPOSTORS: dict[str, Impostor] = {
@@ -247,6 +277,7 @@ IMPOSTORS: dict[str, Impostor] = {
     "input": _first_input,
     "mean": _mean,
     "previous": _previous,
+    "narrow": _narrow,
 }
 
 
@@ -268,7 +299,7 @@ def passing_impostors(
     for name, impostor in IMPOSTORS.items():
         if kernel_type.impostors_exempt(name, workload):
             continue
-        outputs = impostor(args, expected, previous)
+        outputs = impostor(kernel_type, args, expected, previous)
         typed = [o.to(dtype) for o, (_, dtype) in zip(outputs, expected.specs, strict=True)]
         if not check_values(typed, expected, kernel_type, workload).problem:
             passed.append(name)

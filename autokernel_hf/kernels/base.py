@@ -301,7 +301,8 @@ class KernelType:
         layouts: Layouts (of `LAYOUTS`) and the arguments they apply to, for the edge stage.
         fills: How particular arguments are filled, where the regime of the workload does not apply to them.
         tolerance: How far an output may lie from the oracle.
-        impostors_exempt: Whether an impostor (zeros, input, mean, ...) is the right answer on a workload.
+        impostors_exempt: Whether an impostor (zeros, input, mean, previous, narrow: see `judge.checks`) is the right
+            answer on a workload, or as good as right.
         flops, bytes_moved: Least work of a call; `bytes_moved` defaults to every tensor once.
         layers: Where models compute this type, and what replaces it there.
         merges_rows: Whether the binding hands leading dimensions to C merged, as (M, N), wherever strides allow.
@@ -375,6 +376,20 @@ def workload_from(
     """A workload from its arguments, in schema order, defaults filled in."""
     bound = schema.bind({**tensors, **scalars})
     return Workload(label=label, args=tuple(bound.items()), **more)
+
+
+# Of fewer numbers of 16 bits each may by chance have few digits, so that a narrower precision looks right.
+ENOUGH_TO_TELL_DIGITS = 64
+
+
+def tells_no_digits(impostor: str, workload: Workload, outputs: int) -> bool:
+    """Whether `outputs` numbers cannot tell the impostor "narrow", torch in the next lower precision, from the answer.
+
+    That is so for a few numbers of 16 bits, and for denormal ones: in float16 those of size 1e-6 have four bits.
+    """
+    if impostor != "narrow" or workload.dtype == "float32":
+        return False
+    return outputs < ENOUGH_TO_TELL_DIGITS or (workload.dtype == "float16" and workload.values == "tiny")
 
 
 # --- inputs -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     input_bytes,
     itemsize,
+    tells_no_digits,
     workload_from,
 )
 from autokernel_hf.records import Scalar, TensorSpec, Workload
@@ -117,7 +118,7 @@ def _roundings(workload: Workload) -> float:
 def _impostors_exempt(impostor: str, workload: Workload) -> bool:
     """No element or one: the answer is a constant, or the input itself. Outputs all alike: each is their mean.
 
-    One number: chance may give it.
+    One number: chance may give it; a few, or one many times, are too few to tell digits by.
     """
     if _length(workload) <= 1 or _out_elements(workload) == 0:
         return True
@@ -128,7 +129,8 @@ def _impostors_exempt(impostor: str, workload: Workload) -> bool:
         kept = [(n, s) for n, s in zip(spec.shape, spec.strides, strict=True)]
         del kept[_dim(workload)]
         alike = all(s == 0 for n, s in kept if n > 1)
-    return impostor == "mean" and alike
+    outputs = 1 if alike else _out_elements(workload)
+    return (impostor == "mean" and alike) or tells_no_digits(impostor, workload, outputs)
 
 
 KERNEL_TYPE = KernelType(
@@ -151,7 +153,7 @@ KERNEL_TYPE = KernelType(
         ),
     },
     sweep=(
-        ({"M": 32, "N": 128}, {}),
+        ({"M": 128, "N": 128}, {}),
         ({"M": 64, "N": 768}, {"op": "mean"}),
         ({"M": 16, "N": 2048}, {"op": "max", "keepdim": True}),
         ({"M": 128, "N": 96}, {"op": "sum", "dim": 0}),

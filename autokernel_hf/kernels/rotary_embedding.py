@@ -26,6 +26,7 @@ from autokernel_hf.kernels.base import (
     input_bytes,
     itemsize,
     layer_class,
+    tells_no_digits,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
@@ -298,7 +299,9 @@ KERNEL_TYPE = KernelType(
     bytes_moved=lambda workload: input_bytes(workload) + _elements(workload) * itemsize(workload.dtype),
     # Nothing is rotated: the right answer is the input.
     impostors_exempt=lambda impostor, workload: (
-        workload.tensor("cos").shape[-1] == 0 or 0 in workload.tensor("q").shape
+        workload.tensor("cos").shape[-1] == 0
+        or 0 in workload.tensor("q").shape
+        or tells_no_digits(impostor, workload, _elements(workload))
     ),
     layers=LAYERS,
     source="https://arxiv.org/abs/2104.09864",

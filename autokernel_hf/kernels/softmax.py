@@ -100,7 +100,12 @@ def _exempt(impostor: str, workload: Workload) -> bool:
         return True
     # One column gives ones, equal (or as good as equal) columns give 1/n: their mean is the answer, today and yesterday.
     equal = x.shape[dim] == 1 or (x.strides is not None and x.strides[dim] == 0)
-    return impostor in ("mean", "previous") and (equal or workload.values in ("equal", "tiny", "denormal"))
+    equal = equal or workload.values in ("equal", "tiny", "denormal")
+    if (
+        impostor == "narrow"
+    ):  # 1/n may have few digits, and so have 1 and 0, which is what far-apart columns give
+        return equal or workload.values in ("one_hot", "large")
+    return impostor in ("mean", "previous") and equal
 
 
 def _find(model: nn.Module) -> Iterable[Site]:
