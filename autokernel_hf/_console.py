@@ -150,7 +150,13 @@ def guarded(command: str, json: bool, debug: bool) -> Iterator[Console]:
             errno.ENOSPC: "Free some disk space and run it again.",
             errno.EACCES: "Choose a folder that you may write.",
             errno.EROFS: "Choose a folder on a file system that can be written.",
+            errno.EPERM: "Choose a file or folder of your own.",
+            errno.EDQUOT: "Free some of your disk quota and run it again.",
             errno.ENOENT: "Check the path.",
+            errno.EISDIR: "Name a file, not a folder.",
+            errno.ENOTDIR: "Check the path: a part of it is a file, not a folder.",
+            errno.ENAMETOOLONG: "Choose a shorter name.",
+            errno.EEXIST: "Remove what is there, or choose another name.",
         }.get(error.errno or 0, "")
         what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         _fail(console, what, remedy, debug)

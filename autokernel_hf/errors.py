@@ -56,6 +56,10 @@ class RunError(AutokernelError):
     """A run folder is missing, locked, damaged or of another version."""
 
 
+class RecordError(AutokernelError, ValueError):
+    """A file of this program cannot be read: damaged, of another version, or another kind of file."""
+
+
 class PackageError(AutokernelError):
     """A kernel package is invalid, or does not load."""
 

@@ -15,7 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autokernel_hf.errors import RecordError
 
 SCHEMA_VERSION = 1
 
@@ -54,7 +56,23 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls: type[R], path: Path) -> R:
-        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        """Read what `save` wrote.
+
+        Raises:
+            RecordError: The file is damaged, of another version, or something else.
+        """
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            what = f"{field}: {first['msg']}" if field else first["msg"]
+        except UnicodeDecodeError:
+            what = "it is not UTF-8 text"
+        raise RecordError(
+            f"{path} cannot be read as a {cls.__name__} record: {what}.",
+            remedy="Name the right file; if it was damaged, restore it from a copy or make it again.",
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from autokernel_hf.errors import RunError, ToolMissingError
+from autokernel_hf.errors import RecordError, RunError, ToolMissingError
 from autokernel_hf.judge import statistics
 from autokernel_hf.records import (
     SOURCE_SUFFIX,
@@ -195,9 +195,9 @@ class Run:
             )
         try:
             settings = RunSettings.load(path / "run.json")
-        except ValidationError as error:
+        except RecordError as error:
             raise RunError(
-                f"{path / 'run.json'} cannot be read: {error.error_count()} fields do not fit this version.",
+                error.message,
                 remedy="Open the run with the version of autokernel-hf that made it.",
             ) from error
         run = cls(path, settings)
