@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from autokernel_hf.records import ModelSpec
 
 _PANEL = "Model options"
+_BACKENDS = ("auto", "triton", "cuda", "cpp")
+_MAX_ELEMENTS = 2**40
 _MODEL_HELP = "A Hub id (gpt2, meta-llama/...), a folder, or file.py:ClassName."
 Device = Annotated[
     str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where to run.", rich_help_panel=_PANEL)
@@ -80,8 +83,7 @@ class ModelOptions:
             raise UsageError(
                 f"--dtype {self.dtype} is not supported.", remedy="Use float32, float16 or bfloat16."
             )
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device {self.device} is no device.", remedy="Use auto, cpu, cuda or cuda:N.")
+        check_device(self.device)
         return ModelSpec(
             model=model,
             revision=self.revision,
@@ -117,14 +119,33 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def check_device(text: str) -> None:
+    """Raises UsageError where `text` names no device that any machine could have."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", text):
+        raise UsageError(f"--device {text} is no device.", remedy="Use auto, cpu, cuda or cuda:N.")
+
+
+def check_backend(text: str) -> None:
+    """Raises UsageError for an unknown kind of kernels."""
+    if text not in _BACKENDS:
+        raise UsageError(f"--backend {text} is unknown.", remedy="Use auto, triton, cuda or cpp.")
+
+
 def shape(text: str | None) -> tuple[int, ...] | None:
     """`1,1024` or `1x1024` as numbers. Raises UsageError for anything else."""
     if text is None:
         return None
     parts = re.split(r"[,x]", text.replace(" ", ""))
-    if not all(p.isdigit() and int(p) > 0 for p in parts):
+    # Fifteen digits are more than any memory holds; Python itself refuses to read some thousands.
+    if not all(re.fullmatch(r"[0-9]{1,15}", p) and int(p) > 0 for p in parts):
         raise UsageError(f"{text!r} is no shape.", remedy="Write positive numbers with commas, as in 1,1024.")
-    return tuple(int(p) for p in parts)
+    sizes = tuple(int(p) for p in parts)
+    if math.prod(sizes) > _MAX_ELEMENTS:
+        raise UsageError(
+            f"{text} has {math.prod(sizes):.1e} elements, more than any memory holds.",
+            remedy="Choose a smaller shape.",
+        )
+    return sizes
 
 
 def seconds(text: str | None) -> float | None:

@@ -22,6 +22,8 @@ from autokernel_hf._options import (
     RunOption,
     TargetOption,
     TrustRemoteCode,
+    check_backend,
+    check_device,
     seconds,
     takes_model,
 )
@@ -76,10 +78,16 @@ def optimize(
             raise UsageError(
                 "Name a model, or a run with --resume, not both or neither.", remedy="See optimize --help."
             )
-        if backend not in ("auto", "triton", "cuda", "cpp"):
-            raise UsageError(f"--backend {backend} is unknown.", remedy="Use auto, triton, cuda or cpp.")
+        check_backend(backend)
         if proposer not in ("playbook", "llm", "external"):
             raise UsageError(f"--proposer {proposer} is unknown.", remedy="Use playbook, llm or external.")
+        if proposer == "llm" and llm is None:
+            raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
+        if proposer != "llm" and (llm, base_url, max_tokens) != (None, None, None):
+            raise UsageError(
+                f"--llm, --base-url and --max-tokens mean nothing to the {proposer} proposer.",
+                remedy="Add --proposer llm, or leave them out.",
+            )
         if max_cost is not None:
             raise UsageError("--max-cost is not counted yet.", remedy="Bound the run with --max-tokens.")
         if devices is not None and len(devices.split(",")) > 1:
@@ -178,6 +186,7 @@ def extract(
         from autokernel_hf.records import Profile
         from autokernel_hf.runs import Run, RunSettings
 
+        check_backend(backend)
         known = Profile.load(Path(model)) if model.endswith(".json") and Path(model).is_file() else None
         spec = known.spec if known else options.spec(model)
         settings = RunSettings(
@@ -215,6 +224,7 @@ def bench(
         from autokernel_hf.kernels import kernel_type
         from autokernel_hf.records import Target
 
+        check_device(device)
         candidate = read_candidate(file)
         found = kernel_type(candidate.kernel_type)
         workloads = None
@@ -417,6 +427,7 @@ def tune(
     with guarded("tune", json, debug) as console:
         from autokernel_hf.tune import tune as tune_package
 
+        check_device(device)
         console.stage(f"Tuning {package}")
         document = tune_package(
             package,

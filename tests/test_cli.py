@@ -116,6 +116,14 @@ def test_help_answers_in_half_a_second_of_processor_time() -> None:
         (["optimize", "gpt2", "--proposer", "llm", "--device", "tpu"], 2),
         (["profile", "gpt2", "--random-weights", "--input-shape", "1,-5"], 2),
         (["profile", "gpt2", "--random-weights", "--dtype", "int8"], 2),
+        (["profile", "gpt2", "--random-weights", "--input-shape", "1,\u00b2"], 2),
+        (["profile", "gpt2", "--random-weights", "--input-shape", "1," + "9" * 5000], 2),
+        (["profile", "gpt2", "--random-weights", "--input-shape", "99999999,99999999"], 2),
+        (["optimize", "gpt2", "--proposer", "llm"], 2),
+        (["optimize", "gpt2", "--llm", "some/model"], 2),
+        (["extract", "gpt2", "--backend", "fortran"], 2),
+        (["bench", "any.cpp", "--device", "tpu"], 2),
+        (["tune", "any", "--device", "tpu"], 2),
         (["nonsense"], 2),
         (["starter", "nonsense", "--backend", "cpp"], 2),
         (["bench", "no-such-file.cpp"], 1),
@@ -129,6 +137,28 @@ def test_exit_codes(arguments: list[str], code: int) -> None:
     assert out == ""
     assert err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("content", [b"not json", b"{}", b"[]", b"", b"\xff\xfe"])
+def test_files_that_are_something_else_are_told_in_a_sentence(content: bytes, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_bytes(content)
+    candidate = tmp_path / "mine.cpp"
+    candidate.write_text(starter().source)
+    for arguments in (["extract", str(wrong)], ["bench", str(candidate), "--target", str(wrong)]):
+        code, _, err = invoke(*arguments)
+        assert code == 1
+        assert f"{wrong} cannot be read as a" in err
+        assert "fault" not in err and "pydantic" not in err
+
+
+@pytest.mark.parametrize("name", ["run.json", "profile.json", "result.json", "verification.json"])
+def test_a_damaged_run_is_told_in_a_sentence(name: str, run_dir: Path) -> None:
+    (run_dir / name).write_text("{")
+    code, _, err = invoke("report", str(run_dir))
+    assert code == 1
+    assert f"{name} cannot be read as a" in err
+    assert "fault" not in err
 
 
 def test_failures_are_one_json_document_too() -> None:
