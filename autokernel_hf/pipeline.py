@@ -85,7 +85,7 @@ def optimize(
         targets, results = extract(profile, top=settings.top, backend=settings.backend)
         winners: list[Winner] = []
         for target in targets:
-            result, winner = optimize_target(run, profile, target, progress)
+            result, winner = optimize_target(run, profile, target, progress, resumed=resume is not None)
             results.append(result)
             if winner is not None:
                 winners.append(winner)
@@ -166,13 +166,18 @@ def prepare(run: Run, profile: Profile) -> list[Target]:
 
 
 def optimize_target(
-    run: Run, profile: Profile, target: Target, progress: Progress
+    run: Run, profile: Profile, target: Target, progress: Progress, *, resumed: bool = False
 ) -> tuple[TargetResult, Winner | None]:
-    """Search one target; a finished one is read from the ledger instead."""
-    done = run.result(target.name)
-    if done is not None:
-        return done.result, _winner_of(run, target)
+    """Search one target; a finished one is read from the ledger instead.
+
+    A target that is left to a coding agent is concluded when the run is resumed and the agent has tried something, and
+    again when it has tried more since.
+    """
     settings = run.settings
+    tried = run.experiments(target.name)
+    done = run.result(target.name)
+    if done is not None and (settings.proposer != "external" or len(tried) <= done.result.experiments):
+        return done.result, _winner_of(run, target)
     progress.stage(f"Optimizing {target.name} ({100 * target.share:.1f} % of the pass)")
     candidates = starters(target, profile.device.kind, settings.backend)
     run.add_target(target, candidates)
@@ -181,6 +186,8 @@ def optimize_target(
         with searching(run, target, candidates, progress) as search:
             if proposer is None:
                 search.try_starters()
+                if resumed and any(e.tag != "starter" for e in tried):
+                    return search.conclude("the coding agent's experiments are done")
                 return TargetResult(
                     name=target.name,
                     kernel_type=target.kernel_type,
@@ -260,7 +267,7 @@ def proposer_for(settings: RunSettings) -> Proposer | None:
         return Playbook()
     if settings.proposer == "external":
         return None
-    if settings.llm is None:
+    if settings.llm is None:  # the command line refuses this earlier
         raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
     return LanguageModel(settings.llm, base_url=settings.base_url, max_tokens=settings.max_tokens)
 

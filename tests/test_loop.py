@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from autokernel_hf.records import (
     Built,
     Latency,
     Package,
+    Profile,
+    Proposal,
+    PulledModel,
     Resources,
     Speedup,
     SpeedupInterval,
@@ -24,7 +28,7 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import RESULT_COLUMNS, Finished, Judged, Run, Started
-from tests.loop_helpers import KnownJudge, decide, diagnose, formula, settings, starter, target
+from tests.loop_helpers import KnownJudge, decide, device, diagnose, formula, settings, starter, target
 
 
 @pytest.fixture
@@ -320,3 +324,38 @@ def test_kernels_that_help_together_are_verified_once_and_where_none_helps_all_a
     left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
     assert asked == [("one", "two"), ("one",), ("two",)]
     assert not verification.passed and verification.kernel_calls == {"one": 4, "two": 4}
+
+
+def test_a_resumed_run_concludes_what_a_coding_agent_has_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PulledModel(
+        id="org/model", revision=None, path=None, architecture="M", parameters=1, weights="random",
+        dtype="float32", input_shape=(1, 32),
+    )  # fmt: skip
+    profile = Profile(
+        spec=settings().spec, model=model, device=device(), total_ms=1.0, sites=(), other_share=0.5
+    )
+    with Run.create(tmp_path, "org/model", settings(proposer="external")) as run:
+
+        @contextmanager
+        def searching(*_: object) -> Iterator[Search]:
+            yield search_of(run, KnownJudge())
+
+        monkeypatch.setattr(pipeline, "searching", searching)
+        monkeypatch.setattr(pipeline, "starters", lambda *_: [starter()])
+        outcomes = []
+        for changed in (None, "kUnroll = 4", "kUnroll = 2"):
+            if changed is not None:
+                tried = starter().model_copy(
+                    update={"source": starter().source.replace("kUnroll = 1", changed)}
+                )
+                proposal = Proposal(source=tried.source, rationale="by hand", tags=("external",))
+                search_of(run, KnownJudge()).experiment(tried, proposal)
+            for _ in range(2):
+                outcomes.append(pipeline.optimize_target(run, profile, target(), Silent(), resumed=True))
+        assert [r.status for r, _ in outcomes] == ["skipped", "skipped", "won", "won", "won", "won"]
+        assert [r.experiments for r, _ in outcomes] == [1, 1, 2, 2, 3, 3]
+        assert all(w is not None and "kUnroll = 4" in w.candidate.source for _, w in outcomes[2:])
+        finished = [e for e in run.events() if isinstance(e, Finished)]
+        assert len(finished) == 2, "concluded once for each change, and read from the ledger else"
