@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autokernel_hf.errors import AutokernelError, DeviceError, ModelError, UsageError
+from autokernel_hf.errors import AutokernelError, DeviceError, HubError, ModelError, UsageError
 from autokernel_hf.models import architectures, bundled_names, describe, load, pull
 from autokernel_hf.records import ModelSpec
 from tests.hub_server import HubServer
@@ -335,6 +335,15 @@ def test_what_is_wrong_with_a_folder_is_told(
 def test_names_that_lead_nowhere_are_told_without_a_network(model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         pull(ModelSpec(model=model, device="cpu", local_files_only=True))
+
+
+def test_a_folder_without_a_configuration_is_told_as_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HubError, match=r"folder my-model holds neither a config.json.*not in the cache"):
+        pull(ModelSpec(model="my-model", device="cpu", local_files_only=True))
 
 
 def test_a_model_over_the_memory_is_refused_before_it_is_built(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autokernel_hf.errors import ModelError
+from autokernel_hf.errors import HubError, ModelError
 from autokernel_hf.gpu import resolve_device
 from autokernel_hf.models import architectures, inputs, user
 from autokernel_hf.models.architectures import free_memory
@@ -171,6 +171,26 @@ class _Ready:
     pulled: PulledModel
 
 
+def _fetch(source: HubModel, spec: ModelSpec, *, weights: bool) -> Checkpoint:
+    """A model of the Hub; where it has none of that name, a folder that was meant instead is told."""
+    try:
+        return fetch(
+            source.id,
+            revision=spec.revision,
+            weights=weights,
+            code=spec.trust_remote_code,
+            local_files_only=spec.local_files_only,
+        )
+    except HubError as error:
+        if not Path(spec.model).is_dir():
+            raise
+        raise HubError(
+            f"The folder {spec.model} holds neither a config.json nor a GGUF file, and as the name of a Hub model: "
+            f"{error.message}",
+            remedy=f"Give a folder in Hub layout. {error.remedy}",
+        ) from error
+
+
 def _prepare(source: Bundled | Folder | HubModel, spec: ModelSpec, *, weights: bool) -> _Ready:
     device = resolve_device(spec.device)
     architectures.check_attention(spec)
@@ -182,13 +202,7 @@ def _prepare(source: Bundled | Folder | HubModel, spec: ModelSpec, *, weights: b
         if isinstance(source, Folder):
             checkpoint = check_folder(source.path, gguf=source.gguf, weights=wanted)
         else:
-            checkpoint = fetch(
-                source.id,
-                revision=spec.revision,
-                weights=wanted,
-                code=spec.trust_remote_code,
-                local_files_only=spec.local_files_only,
-            )
+            checkpoint = _fetch(source, spec, weights=wanted)
         config = architectures.read_config(checkpoint.path, spec, gguf=checkpoint.gguf)
     dtype = architectures.choose_dtype(spec, device, config, checkpoint)
     skeleton = architectures.skeleton(config, spec)

@@ -105,7 +105,10 @@ def _config_error(spec: ModelSpec, error: Exception) -> ModelError:
             f"{spec.model} is of an architecture that this transformers does not know: {text}",
             remedy="Install a transformers that knows it, or wrap the model as file.py:ClassName.",
         )
-    return ModelError(f"The configuration of {spec.model} cannot be used: {text}", remedy="Pull it again.")
+    return ModelError(
+        f"The configuration of {spec.model} cannot be used: {text}",
+        remedy="Correct its config.json, or fetch the model again.",
+    )
 
 
 def model_class(config: Any, spec: ModelSpec) -> Any:
