@@ -318,7 +318,6 @@ def verify_the_helpful(
     helpful = [s for s in staged if alone[s.winner.target.name].passed]
     if not helpful or len(helpful) == len(staged):
         # Each or none helps: nothing better is known than what all together showed.
-        run.save_verification(verification)
         return list(staged), verification
     for item in staged:
         if item not in helpful:
@@ -335,7 +334,11 @@ def verify_the_helpful(
 def verify(
     run: Run, staged: Sequence[Staged], progress: Progress | None = None, *, quick: bool = False
 ) -> Verification:
-    """The whole model with the staged packages in place: right, and faster. `quick`: without torch.compile's columns."""
+    """The whole model with the staged packages in place: right, and faster.
+
+    Args:
+        quick: Without torch.compile's columns, and not kept in the run folder: an answer on the way to the run's own.
+    """
     names = ", ".join(s.winner.target.name for s in staged)
     (progress or Silent()).stage(f"Verifying the whole model with {names}")
     request = worker.VerifyRequest(
@@ -352,7 +355,8 @@ def verify(
         compile=not quick,
     )
     verification = worker.call("verify", request, Verification)
-    run.save_verification(verification)
+    if not quick:
+        run.save_verification(verification)
     return verification
 
 

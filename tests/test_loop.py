@@ -326,6 +326,15 @@ def test_kernels_that_help_together_are_verified_once_and_where_none_helps_all_a
     assert not verification.passed and verification.kernel_calls == {"one": 4, "two": 4}
 
 
+def test_only_a_full_verification_is_the_runs_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = staged(run, "one")
+    found = model_gain({"one": 0.1}, [])(run, [kernel])
+    monkeypatch.setattr(pipeline.worker, "call", lambda *_: found)
+    assert pipeline.verify(run, [kernel], quick=True) == found
+    assert run.verification() is None
+    assert pipeline.verify(run, [kernel]) == run.verification() == found
+
+
 def test_a_resumed_run_concludes_what_a_coding_agent_has_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
