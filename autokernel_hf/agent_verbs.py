@@ -62,16 +62,16 @@ class ContextDocument(Record):
     experiments_left: int
 
 
-class TryDocument(Record):
-    """What `try` tells: the evaluation, and what was made of it."""
+class TryDocument(Evaluation):
+    """What `try` tells: all that `bench` tells of the candidate, and what was made of it.
 
-    status: str
+    `reason` is the decision's, where it has one of its own.
+    """
+
     decision: Decision
     experiment: int
-    reason: str
     speedup_vs_incumbent: float | None
     ci95_vs_incumbent: Interval | None
-    evaluation: Evaluation
 
 
 def context(run_dir: Path, target: str | None, attempts: int = 12) -> ContextDocument:
@@ -146,14 +146,14 @@ def attempt(run_dir: Path, target: str | None, file: Path, note: str, progress: 
             )
             record = search.experiment(candidate, proposal)
         gain = gain_over(record.evaluation, "incumbent")
+        verdict = dict(record.evaluation)
+        verdict["reason"] = record.reason or record.evaluation.reason
         return TryDocument(
-            status=record.evaluation.status,
+            **verdict,
             decision=record.decision,
             experiment=record.experiment,
-            reason=record.reason or record.evaluation.reason,
             speedup_vs_incumbent=gain[0] if gain else None,
             ci95_vs_incumbent=gain[1] if gain else None,
-            evaluation=record.evaluation,
         )
 
 

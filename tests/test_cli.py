@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from autokernel_hf import doctor
+from autokernel_hf import doctor, pipeline
 from autokernel_hf.agent import Playbook
 from autokernel_hf.cli import app
 from autokernel_hf.optimize import Limits, Search
 from autokernel_hf.progress import Silent
+from autokernel_hf.records import Evaluation
 from autokernel_hf.runs import Run
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
 
@@ -220,6 +223,32 @@ def test_try_refuses_a_file_for_another_type_and_a_spent_budget(run_dir: Path, t
     code, _, err = invoke("try", str(mine), "--note", "x", "--run", str(run_dir))
     assert code == 1
     assert "All 6 experiments" in err
+
+
+def test_try_tells_all_that_bench_tells_and_the_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run.create(tmp_path, "org/model", settings(max_experiments=6)) as run:
+        run.add_target(target(), [starter()])
+
+    @contextmanager
+    def searching(run: Run, *_: object) -> Iterator[Search]:
+        yield Search(
+            target(), [starter()], run=run, judge=KnownJudge(), decide=decide, diagnose=diagnose,
+            limits=Limits(), progress=Silent(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(pipeline, "searching", searching)
+    mine = tmp_path / "mine.cpp"
+    mine.write_text(starter().source.replace("kUnroll = 1", "kUnroll = 4"))
+    code, out, err = invoke("try", str(mine), "--note", "unroll", "--run", str(run.path), "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert set(Evaluation.model_fields) | {"decision", "experiment"} <= set(document)
+    assert (document["status"], document["decision"], document["experiment"]) == ("passed", "keep", 2)
+    assert document["stages"]["edges"] == "passed"
+    (workload,) = document["workloads"]
+    assert document["speedup_vs_incumbent"] == pytest.approx(workload["speedup_vs_incumbent"])
 
 
 def test_report_writes_a_page_and_a_picture(run_dir: Path) -> None:
