@@ -6,6 +6,7 @@ Stages are imported inside the commands, so that `--help` answers at once and im
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,8 @@ from autokernel_hf._options import (
 )
 from autokernel_hf._options import shape as parse_shape
 from autokernel_hf.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="autokernel-hf",
@@ -60,6 +63,10 @@ def optimize(
     top: Annotated[int, typer.Option(min=1, help="Targets at most.")] = 3,
     max_experiments: Annotated[int, typer.Option(min=1, help="Experiments a target.")] = 20,
     budget: Annotated[str | None, typer.Option(metavar="2h", help="Time for all searches together.")] = None,
+    target_speedup: Annotated[
+        float | None,
+        typer.Option(min=1.0, metavar="X", help="Enough for a target, against the model's own code."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the packages [the model's].")] = None,
@@ -105,9 +112,14 @@ def optimize(
             top=top,
             max_experiments=max_experiments,
             budget_s=seconds(budget),
+            target_speedup=target_speedup,
             name=name,
             license=license,
         )
+        if resume is not None:
+            plain = RunSettings(spec=ModelOptions().spec(""))
+            if settings != plain:
+                logger.warning("A resumed run keeps its own settings: the other options are ignored.")
         record = pipeline.optimize(settings, out=out, resume=resume, progress=console)
         console.result(record, render.optimize_text)
         if record.status == "failed":
@@ -337,7 +349,7 @@ def verify(
         from autokernel_hf.runs import opened
 
         with opened(run) as found:
-            verification = pipeline.verify(found, pipeline.staged_again(found), console)
+            verification = pipeline.verify_again(found, console)
         console.result(verification, render.verification_text)
         if not verification.passed:
             console.line(verification.reason)

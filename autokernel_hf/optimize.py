@@ -6,6 +6,7 @@ beyond the noise; what is won must be faster than the model's own code in a conf
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Limits:
 
     Args:
         max_experiments: Experiments on this target, starters included.
-        max_seconds: Since this target's own start.
+        max_seconds: Since this target's own start, time between an interruption and its resumption left out.
         max_reverts: Experiments in a row that were not kept.
         pct_peak: Share of the roofline, in per cent, beyond which little is left.
         speedup: Against the model's own code; None for no such goal.
@@ -178,7 +179,8 @@ class Search:
 
     def run_all(self, proposer: Proposer, *, seed: int = 0) -> tuple[TargetResult, Winner | None]:
         """Search until a stop rule, then confirm the incumbent in a run of its own."""
-        started = time.monotonic()
+        # A resumed target's clock goes on where it stood: what was judged before has cost its time.
+        started = time.monotonic() - math.fsum(e.seconds for e in self.attempts())
         self.try_starters()
         while (reason := self.stop_reason(time.monotonic() - started)) is None:
             proposals = proposer.propose(self.context(seed=seed), 1)

@@ -9,6 +9,7 @@ its own (`worker`, `judge`); this module holds neither, and decides nothing that
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ def optimize(
         progress.stage(f"Pulling {settings.spec.model}")
         pulled = pull(settings.spec)
         run = Run.create(out, pulled.id, settings)
-    with run:
+    with run, _interruptible(run):
         settings = run.settings
         profile = run.profile() or profile_into(run, progress)
         targets, results = extract(profile, top=settings.top, backend=settings.backend)
@@ -113,6 +114,15 @@ def optimize(
 
         write_report(run.path)
     return record
+
+
+@contextmanager
+def _interruptible(run: Run) -> Iterator[None]:
+    """An interrupt says which run can be resumed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(str(run.path)) from None
 
 
 # --- the stages ---------------------------------------------------------------------------------------------------
@@ -258,7 +268,9 @@ def context_of(run: Run, target: Target) -> Context:
 
 def limits_of(settings: RunSettings) -> Limits:
     budget = settings.budget_s / max(1, settings.top) if settings.budget_s is not None else None
-    return Limits(max_experiments=settings.max_experiments, max_seconds=budget)
+    return Limits(
+        max_experiments=settings.max_experiments, max_seconds=budget, speedup=settings.target_speedup
+    )
 
 
 def proposer_for(settings: RunSettings) -> Proposer | None:
@@ -272,8 +284,10 @@ def proposer_for(settings: RunSettings) -> Proposer | None:
     return LanguageModel(settings.llm, base_url=settings.base_url, max_tokens=settings.max_tokens)
 
 
-def stage(run: Run, model: PulledModel, winners: Sequence[Winner], progress: Progress) -> list[Staged]:
-    """Put the winners' judged builds into package folders, which verify loads from."""
+def stage(
+    run: Run, model: PulledModel, winners: Sequence[Winner], progress: Progress, *, out: Path | None = None
+) -> list[Staged]:
+    """Put the winners' judged builds into package folders, which verify loads from: the run's own, or those in `out`."""
     from autokernel_hf.build import build
     from autokernel_hf.export_hf import package_name
     from autokernel_hf.export_hf import stage as stage_package
@@ -294,7 +308,7 @@ def stage(run: Run, model: PulledModel, winners: Sequence[Winner], progress: Pro
             candidate=winner.candidate,
             name=name,
             license=run.settings.license,
-            out=run.path / "packages",
+            out=out or run.path / "packages",
         )
         staged.append(Staged(winner=winner, built=built, package=package))
     return staged
@@ -391,10 +405,15 @@ def finish(
     return [item.package for item in staged]
 
 
-def staged_again(run: Run) -> list[Staged]:
-    """The winners of a finished run, staged as before, for `verify RUN`."""
+def verify_again(run: Run, progress: Progress) -> Verification:
+    """Verify the winners of a finished run once more. Its packages, which have their cards, are left as they are.
+
+    Raises:
+        RunError: The run has no winners.
+    """
     profile, winners = winners_of(run)
-    return stage(run, profile.model, winners, Silent())
+    with tempfile.TemporaryDirectory(prefix="autokernel_hf-") as folder:
+        return verify(run, stage(run, profile.model, winners, progress, out=Path(folder)), progress)
 
 
 def export(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ class RunSettings(Record):
     top: int = 3
     max_experiments: int = 20
     budget_s: float | None = None
+    target_speedup: float | None = None  # against the model's own code; a target that has it is done
     name: str | None = None
     license: str = "Apache-2.0"
     devices: tuple[int, ...] = ()
@@ -135,6 +137,8 @@ class Run:
         Raises:
             RunError: The folder cannot be written.
         """
+        if shutil.which("git") is None:
+            raise _no_git()
         slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "model"
         stamp = time.strftime("%Y%m%d-%H%M%S")
         try:
@@ -464,15 +468,17 @@ class Run:
                 check=False,
             )
         except FileNotFoundError:
-            raise ToolMissingError(
-                "git is not installed.", remedy="Install git: a run keeps its experiments in it."
-            ) from None
+            raise _no_git() from None
         if done.returncode:
             raise RunError(
                 f"git {arguments[0]} failed in {self.path}: {done.stderr.strip()}",
                 remedy="Check the folder and its disk.",
             )
         return done.stdout
+
+
+def _no_git() -> ToolMissingError:
+    return ToolMissingError("git is not installed.", remedy="Install git: a run keeps its experiments in it.")
 
 
 @contextmanager

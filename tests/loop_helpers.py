@@ -44,8 +44,10 @@ class KnownJudge:
         self,
         time_us: Callable[[dict[str, object]], float] = formula,
         wrong: Callable[[dict[str, object]], bool] = lambda values: False,
+        pct_peak: Callable[[float], float | None] = lambda us: None,
     ) -> None:
         self.time_us = time_us
+        self.pct_peak = pct_peak
         self.wrong = wrong
         self.judged: list[str] = []
 
@@ -60,7 +62,7 @@ class KnownJudge:
                 status="incorrect", stages=Stages(smoke="failed"), reason="element 0 is 1, not 2"
             )
         us = self.time_us(values)
-        figures: dict[str, object] = {"latency_us": us}
+        figures: dict[str, object] = {"latency_us": us, "pct_peak": self.pct_peak(us)}
         if incumbent is None:
             figures |= _against("eager", EAGER_US, us)
         else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import autokernel_hf
 from autokernel_hf import pipeline, tunables
 from autokernel_hf.agent import Context, Playbook, code_of
 from autokernel_hf.errors import RunError
@@ -16,6 +18,8 @@ from autokernel_hf.optimize import Limits, Search
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import (
     Built,
+    Candidate,
+    Evaluation,
     Latency,
     Package,
     Profile,
@@ -28,7 +32,17 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import RESULT_COLUMNS, Finished, Judged, Run, Started
-from tests.loop_helpers import KnownJudge, decide, device, diagnose, formula, settings, starter, target
+from tests.loop_helpers import (
+    EAGER_US,
+    KnownJudge,
+    decide,
+    device,
+    diagnose,
+    formula,
+    settings,
+    starter,
+    target,
+)
 
 
 @pytest.fixture
@@ -136,6 +150,42 @@ def test_stop_rules(run: Run) -> None:
     assert "2.00x against torch" in str(
         search_of(run, KnownJudge(), speedup=2.0, max_reverts=99).stop_reason(0.0)
     )
+    # 100 us by the model's own code, 50 us by the starter: the starter reaches 2.0 and not 2.1.
+    assert search_of(run, KnownJudge(), speedup=2.1, max_reverts=99).stop_reason(0.0) is None
+
+
+def test_a_search_ends_at_its_share_of_the_roofline(run: Run) -> None:
+    judge = KnownJudge(pct_peak=lambda us: 100 * 10 / us)
+    limits = {"max_experiments": 50, "max_reverts": 50, "pct_peak": 30.0}
+    result, winner = search_of(run, judge, **limits).run_all(Playbook())
+    assert winner is not None and result.best_us is not None
+    assert result.best_us <= 10 / 0.3 < EAGER_US
+    assert result.reason.endswith("% of the roofline")
+    kept = [e for e in run.experiments() if e.decision == "keep"]
+    assert kept[-1] == run.experiments()[-1], "it ends as soon as one gets there"
+
+
+def test_a_resumed_targets_time_is_counted_on(run: Run) -> None:
+    class Slow(KnownJudge):
+        def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation:
+            time.sleep(0.05)
+            return super().evaluate(candidate, incumbent)
+
+    search_of(run, Slow(), max_experiments=4, max_reverts=30).run_all(Playbook())
+    again = search_of(run, Slow(), max_experiments=9, max_seconds=0.2, max_reverts=30)
+    result, _ = again.run_all(Playbook())
+    assert result.experiments == 4, "its 0.2 s were spent before"
+    assert search_of(run, Slow(), max_experiments=9, max_seconds=60.0).stop_reason(0.0) is None
+
+
+def test_what_a_run_asks_for_becomes_its_limits() -> None:
+    asked = settings(max_experiments=7, budget_s=60.0, top=3, target_speedup=2.5)
+    assert pipeline.limits_of(asked) == Limits(max_experiments=7, max_seconds=20.0, speedup=2.5)
+
+
+def test_options_that_nothing_heeds_yet_are_refused() -> None:
+    with pytest.raises(TypeError, match="no option max_cost"):
+        autokernel_hf.optimize("gpt2", random_weights=True, max_cost=1.0)
 
 
 def test_a_resumed_search_goes_on_where_it_stopped(run: Run) -> None:
