@@ -21,7 +21,6 @@ from autokernel_hf import worker
 from autokernel_hf.agent import Context, LanguageModel, Playbook, Proposer
 from autokernel_hf.errors import AutokernelError, RunError, UsageError
 from autokernel_hf.extract import extract, starters
-from autokernel_hf.optimize import Diagnose, Limits, Search
 from autokernel_hf.progress import Progress, Silent
 from autokernel_hf.records import (
     Built,
@@ -40,6 +39,7 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import Run, RunSettings
+from autokernel_hf.search import Diagnose, Limits, Search
 
 logger = logging.getLogger(__name__)
 

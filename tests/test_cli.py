@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from autokernel_hf import doctor, pipeline
 from autokernel_hf.agent import Playbook
 from autokernel_hf.cli import app
-from autokernel_hf.optimize import Limits, Search
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import Evaluation
 from autokernel_hf.runs import Run
+from autokernel_hf.search import Limits, Search
+from typer.testing import CliRunner
+
+from autokernel_hf import doctor, pipeline
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
 
 COMMANDS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,6 @@ import autokernel_hf
 from autokernel_hf import pipeline, tunables
 from autokernel_hf.agent import Context, Playbook, code_of
 from autokernel_hf.errors import RunError
-from autokernel_hf.optimize import Limits, Search
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import (
     Built,
@@ -32,6 +32,7 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import RESULT_COLUMNS, Finished, Judged, Run, Started
+from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import (
     EAGER_US,
     KnownJudge,
@@ -181,6 +182,13 @@ def test_a_resumed_targets_time_is_counted_on(run: Run) -> None:
 def test_what_a_run_asks_for_becomes_its_limits() -> None:
     asked = settings(max_experiments=7, budget_s=60.0, top=3, target_speedup=2.5)
     assert pipeline.limits_of(asked) == Limits(max_experiments=7, max_seconds=20.0, speedup=2.5)
+
+
+def test_no_module_takes_the_place_of_a_public_function() -> None:
+    """Importing a module sets it as an attribute of its package, over a function of the same name."""
+    for module in pkgutil.iter_modules(autokernel_hf.__path__):
+        assert module.name not in autokernel_hf.__all__
+    assert all(callable(getattr(autokernel_hf, name)) for name in ("apply", "load", "optimize", "restore"))
 
 
 def test_options_that_nothing_heeds_yet_are_refused() -> None:
