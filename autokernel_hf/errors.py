@@ -6,6 +6,21 @@ the remedy, and exits with 1. Anything else is a fault of this program.
 
 from __future__ import annotations
 
+import re
+
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?")
+
+
+def last_words(text: str) -> str:
+    """What a process that ended said, as one line: the exception of its traceback, or else its last line."""
+    lines = text.strip().splitlines()
+    start = max((i for i, line in enumerate(lines) if line.startswith("Traceback (")), default=None)
+    if start is not None:
+        for line in lines[start + 1 :]:
+            if _EXCEPTION.fullmatch(line):
+                return line
+    return lines[-1].strip() if lines else ""
+
 
 class AutokernelError(Exception):
     """A known failure.

@@ -7,6 +7,7 @@ The process that calls this holds neither a model nor a CUDA context, and never 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing.connection
 import os
 import signal
@@ -26,6 +27,8 @@ from autokernel_hf.judge.verdict import DELTA, EPSILON, decide
 from autokernel_hf.records import Backend, Candidate, Evaluation, Workload, WorkloadResult
 
 __all__ = ["DELTA", "EPSILON", "Judge", "decide", "evaluate"]
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -171,7 +174,11 @@ class Judge:
             kind = getattr(errors, name, JudgeError)
             assert issubclass(kind, AutokernelError)
             raise kind(message, remedy=remedy)
-        raise JudgeError(f"The judge has a fault:\n{answer[1]}", remedy="Please report it.")
+        logger.debug("%s", answer[1])
+        raise JudgeError(
+            f"The judge has a fault: {errors.last_words(str(answer[1]))}",
+            remedy="Please report it with the output of --debug.",
+        )
 
     def _died(self) -> JudgeError:
         assert self._process is not None
@@ -179,8 +186,11 @@ class Judge:
             self._process.wait(timeout=5)
         self._log.seek(0)
         said = self._log.read()[-3000:].decode(errors="replace").strip()
+        logger.debug("%s", said)
+        words = errors.last_words(said)
         return JudgeError(
-            f"The referee ended without an answer (exit code {self._process.returncode}).\n{said}",
+            f"The referee ended without an answer (exit code {self._process.returncode}"
+            f"{f': {words}' if words else ''}).",
             remedy="Where it was killed, this machine may have too little memory.",
         )
 

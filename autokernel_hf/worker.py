@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from autokernel_hf import errors
-from autokernel_hf.errors import AutokernelError, JudgeError
+from autokernel_hf.errors import AutokernelError, JudgeError, last_words
 from autokernel_hf.records import ModelSpec, Profile, PulledModel, Record, Site, Verification
 
 logger = logging.getLogger(__name__)
@@ -90,19 +90,27 @@ def call(task: str, request: Record, result: type[R]) -> R:
             _end(process)
         reader.join(timeout=5)
         if not answered.exists():
-            last = "\n".join(tail[-15:])
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            hint = (
-                "It may have run out of memory: try a smaller --input-shape."
-                if code == -9
-                else "See its last words."
-            )
-            raise JudgeError(f"The {task} process ended without a result ({how}).\n{last}", remedy=hint)
+            raise _ended(task, code, "\n".join(tail))
         answer = json.loads(answered.read_text(encoding="utf-8"))
     if "error" in answer:
         kind = getattr(errors, answer["error"], AutokernelError)
         raise kind(answer["message"], remedy=answer["remedy"])
     return result.model_validate(answer["ok"])
+
+
+def _ended(task: str, code: int, said: str) -> JudgeError:
+    """What to tell of a process that left no answer; all of what it said is in the log."""
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    words = last_words(said)
+    if code == -signal.SIGKILL:
+        hint = "It may have run out of memory: try a smaller --input-shape."
+    elif code == 0:
+        hint = "Something that it imports or runs ends the process: look for sys.exit in the model's code."
+    else:
+        hint = "Run it again with --debug to see all that it said; where your own code is not the cause, report it."
+    return JudgeError(
+        f"The {task} process ended without a result ({how}{f': {words}' if words else ''}).", remedy=hint
+    )
 
 
 def _relay(stream: IO[str], tail: list[str]) -> None:
