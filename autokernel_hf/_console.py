@@ -129,9 +129,9 @@ def guarded(command: str, json: bool, debug: bool) -> Iterator[Console]:
         yield console
     except typer.Exit:
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.stop()
-        hint = "Go on with: autokernel-hf optimize --resume RUN" if command == "optimize" else ""
+        hint = f"Go on with: autokernel-hf optimize --resume {interrupt.args[0]}" if interrupt.args else ""
         _fail(console, "Interrupted.", hint, debug)
         raise typer.Exit(130) from None
     except UsageError as error:

@@ -53,14 +53,19 @@ def optimize(
     model: Annotated[str | None, typer.Argument(help="A Hub id, a folder, or file.py:ClassName.")] = None,
     backend: Annotated[str, typer.Option(metavar="auto|triton|cuda|cpp", help="Kind of kernels.")] = "auto",
     proposer: Annotated[
-        str, typer.Option(metavar="playbook|llm|external", help="Who proposes experiments.")
+        str,
+        typer.Option(
+            metavar="playbook|llm|external", help="Who proposes experiments; external: an agent, by `try`."
+        ),
     ] = "playbook",
     llm: Annotated[str | None, typer.Option(metavar="MODEL", help="Chat model of the llm proposer.")] = None,
     base_url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server for --llm.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Completion tokens that the run may spend.")] = None,
-    max_cost: Annotated[float | None, typer.Option(help="Money that the run may spend, in dollars.")] = None,
-    devices: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs to share the work.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Targets at most.")] = 3,
+    max_cost: Annotated[float | None, typer.Option(help="Dollars to spend: not counted yet.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="0,1", help="The GPU to use: several are not shared yet.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Kernel types to work on, at most.")] = 3,
     max_experiments: Annotated[int, typer.Option(min=1, help="Experiments a target.")] = 20,
     budget: Annotated[str | None, typer.Option(metavar="2h", help="Time for all searches together.")] = None,
     target_speedup: Annotated[
@@ -69,9 +74,9 @@ def optimize(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the packages [the model's].")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the packages (default: the model's).")] = None,
     license: Annotated[str, typer.Option(help="Licence of the packages.")] = "Apache-2.0",
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="For scripts: nothing here asks.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -185,8 +190,8 @@ def profile(
 def extract(
     model: Annotated[str, typer.Argument(help="A model, or a profile that `profile --out` wrote.")],
     options: ModelOptions,
-    top: Annotated[int, typer.Option(min=1, help="Targets at most.")] = 3,
-    backend: Annotated[str, typer.Option(metavar="auto|triton|cuda|cpp")] = "auto",
+    top: Annotated[int, typer.Option(min=1, help="Kernel types to work on, at most.")] = 3,
+    backend: Annotated[str, typer.Option(metavar="auto|triton|cuda|cpp", help="Kind of kernels.")] = "auto",
     max_experiments: Annotated[int, typer.Option(min=1, help="Experiments a target, for the agent.")] = 100,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     json: Json = False,
@@ -217,11 +222,12 @@ def extract(
 
 @app.command()
 def bench(
-    file: Annotated[Path, typer.Argument(help="The candidate.")],
+    file: Annotated[Path, typer.Argument(help="The candidate: a .cpp, .cu or .py file.")],
     device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help="Only this dtype.")] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="M,N", help="Time this shape, in the type's axes.")
+        str | None,
+        typer.Option(metavar="M,N", help="Time this shape, in the type's axes (docs/candidates.md)."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smoke stage and a short timing only.")] = False,
     target: Annotated[Path | None, typer.Option(help="A target.json, for its real workloads.")] = None,
@@ -266,7 +272,7 @@ def bench(
 
 @app.command()
 def compile(
-    file: Annotated[Path, typer.Argument(help="The candidate.")],
+    file: Annotated[Path, typer.Argument(help="The candidate: a .cpp, .cu or .py file.")],
     arch: Annotated[str, typer.Option(help="sm_80, sm_90, sm_90a, sm_100, or x86-64-v2 to v4.")],
     json: Json = False,
     debug: Debug = False,
@@ -317,8 +323,8 @@ def types(json: Json = False, debug: Debug = False) -> None:
 
 @app.command()
 def starter(
-    type: Annotated[str, typer.Argument(metavar="TYPE")],
-    backend: Annotated[str, typer.Option(metavar="triton|cuda|cpp")],
+    type: Annotated[str, typer.Argument(metavar="TYPE", help="A kernel type: see `types`.")],
+    backend: Annotated[str, typer.Option(metavar="triton|cuda|cpp", help="Language of the source.")],
     debug: Debug = False,
 ) -> None:
     """Print a starter's source."""
@@ -362,9 +368,11 @@ def export(
     name: Annotated[str, typer.Option(help="Name of the package.")],
     version: Annotated[int, typer.Option(min=1, help="Version: an API change asks for a new one.")] = 1,
     archs: Annotated[
-        str | None, typer.Option(metavar="8.0,9.0a", help="GPU architectures to build for.")
+        str | None, typer.Option(metavar="8.0,9.0a", help="GPU architectures to build for, for a CUDA file.")
     ] = None,
-    bundle: Annotated[bool, typer.Option("--bundle", help="All kernels in one repository.")] = False,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="All kernels in one repository: not there yet.")
+    ] = False,
     license: Annotated[str, typer.Option(help="Licence.")] = "Apache-2.0",
     out: Annotated[Path, typer.Option(help="Where packages are written.")] = Path("packages"),
     json: Json = False,
@@ -389,7 +397,9 @@ def publish(
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be uploaded.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
-    version: Annotated[int | None, typer.Option(min=1, help="Version branch [the package's].")] = None,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Version branch (default: the package's).")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -408,7 +418,12 @@ def publish(
 
 @app.command()
 def check(
-    package: Annotated[str, typer.Argument(metavar="PACKAGE|NS/NAME")],
+    package: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE|NS/NAME", help="A package folder, or a kernel repository on the Hub."
+        ),
+    ],
     version: Annotated[int | None, typer.Option(min=1, help="Version, for a Hub repository.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
@@ -427,8 +442,13 @@ def check(
 
 @app.command()
 def tune(
-    package: Annotated[str, typer.Argument(metavar="PACKAGE|NS/NAME")],
-    version: Annotated[int | None, typer.Option(min=1)] = None,
+    package: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE|NS/NAME", help="A package folder, or a kernel repository on the Hub."
+        ),
+    ],
+    version: Annotated[int | None, typer.Option(min=1, help="Version, for a Hub repository.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     device: Device = "auto",
     max_experiments: Annotated[int, typer.Option(min=2, help="Configurations to try.")] = 12,
@@ -454,7 +474,9 @@ def tune(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN")], json: Json = False, debug: Debug = False
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Write report.html and progress.png of a run."""
     with guarded("report", json, debug) as console:
@@ -478,7 +500,7 @@ def context(run: RunOption, target: TargetOption = None, json: Json = False, deb
 
 @app.command("try")
 def try_(
-    file: Annotated[Path, typer.Argument(help="The candidate.")],
+    file: Annotated[Path, typer.Argument(help="The candidate: a .cpp, .cu or .py file.")],
     note: Annotated[str, typer.Option(help="The hypothesis: what changed, and why it should be faster.")],
     run: RunOption,
     target: TargetOption = None,

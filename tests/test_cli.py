@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from autokernel_hf.agent import Playbook
-from autokernel_hf.cli import app
-from autokernel_hf.progress import Silent
-from autokernel_hf.records import Evaluation
-from autokernel_hf.runs import Run
-from autokernel_hf.search import Limits, Search
 from typer.testing import CliRunner
 
 from autokernel_hf import doctor, pipeline
+from autokernel_hf.agent import Playbook
+from autokernel_hf.cli import app
+from autokernel_hf.errors import ToolMissingError, last_words
+from autokernel_hf.progress import Silent
+from autokernel_hf.records import Evaluation, PulledModel
+from autokernel_hf.runs import Run
+from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
 
 COMMANDS = [
@@ -328,3 +331,85 @@ def test_python_m_is_the_same_program() -> None:
     assert done.returncode == 2
     assert "There is no kernel type 'x'" in done.stderr
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("", ""),
+        ("Killed\n", "Killed"),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 1\n    f()\nValueError: bad\nmore\n", "ValueError: bad"),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 1\ntorch.OutOfMemoryError\n", "torch.OutOfMemoryError"),
+        (
+            "Traceback (most recent call last):\n  x\nKeyError: 1\n\nDuring handling:\n\n"
+            "Traceback (most recent call last):\n  y\nRuntimeError: no memory (at alloc.cpp:1)\nframe #0: f + 0x1\n\"\n",
+            "RuntimeError: no memory (at alloc.cpp:1)",
+        ),
+    ],
+)  # fmt: skip
+def test_last_words_of_a_process_are_its_exception(said: str, words: str) -> None:
+    assert last_words(said) == words
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("import sys; sys.exit(0)", r"ended without a result \(exit code 0\)\. .*sys\.exit"),
+        ("import os; os.abort()", r"ended without a result \(signal SIGABRT"),
+    ],
+)
+def test_a_model_that_ends_its_process_is_told_in_a_sentence(end: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(f"from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        {end}\n")
+    code, _, err = invoke("pull", f"{file}:Net", "--device", "cpu", "--input-shape", "1,4")
+    assert code == 1
+    assert re.search(told, " ".join(err.split()))
+    assert "Traceback" not in err
+
+
+def test_an_interrupted_run_is_named_with_the_way_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = PulledModel(
+        id="org/model", revision=None, path=None, architecture="M", parameters=1, weights="random",
+        dtype="float32", input_shape=(1, 32),
+    )  # fmt: skip
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "pull", lambda spec: model)
+    monkeypatch.setattr(pipeline, "profile_into", interrupt)
+    code, _, err = invoke("optimize", "llama", "--random-weights", "--out", str(tmp_path))
+    assert code == 130
+    (run,) = tmp_path.iterdir()
+    assert f"optimize --resume {run}" in err
+    code, _, err = invoke("optimize", "--resume", str(run), "--top", "2")
+    assert code == 130
+    assert f"optimize --resume {run}" in err
+    assert "keeps its own settings" in caplog.text
+
+
+def test_a_run_without_git_is_refused_before_its_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ToolMissingError, match="git is not installed"):
+        Run.create(tmp_path, "org/model", settings())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verifying_again_leaves_the_packages_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[Path] = []
+
+    def stage(*_: object, out: Path, **__: object) -> list[object]:
+        places.append(out)
+        return []
+
+    monkeypatch.setattr(pipeline, "winners_of", lambda run: (SimpleNamespace(model=None), []))
+    monkeypatch.setattr(pipeline, "stage", stage)
+    monkeypatch.setattr(pipeline, "verify", lambda *_: "verified")
+    with Run.open(run_dir) as run:
+        assert pipeline.verify_again(run, Silent()) == "verified"
+    (place,) = places
+    assert not place.is_relative_to(run_dir) and not place.exists()
