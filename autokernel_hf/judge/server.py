@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from autokernel_hf.cache import cache_root
 from autokernel_hf.errors import JudgeError
-from autokernel_hf.judge import confine, messages, sandbox
+from autokernel_hf.judge import confine, messages, sandbox, triton_seed
 
 Body = Callable[[int], int]
 """What a child does, over the descriptor of its channel; its exit code."""
@@ -388,6 +388,7 @@ def _move_in(private: str, homeless: bool) -> None:
     os.environ["AUTOKERNEL_HF_CACHE"] = str(cache_root().resolve())
     os.environ["TMPDIR"] = private
     os.environ["TRITON_CACHE_DIR"] = f"{private}/triton"
+    triton_seed.copy_to(f"{private}/triton")
     if homeless:
         os.environ["HOME"] = private
         os.chdir(private)
