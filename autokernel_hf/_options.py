@@ -45,7 +45,9 @@ class ModelOptions:
     random_weights: Annotated[
         bool,
         typer.Option(
-            "--random-weights", help="Build the architecture without its weights.", rich_help_panel=_PANEL
+            "--random-weights",
+            help="Build the architecture with random weights; download none.",
+            rich_help_panel=_PANEL,
         ),
     ] = False
     task: Annotated[
@@ -54,14 +56,16 @@ class ModelOptions:
     input_shape: Annotated[
         str | None,
         typer.Option(
-            metavar="B,S", help="Shape of the input [1 x min(1024, longest input)].", rich_help_panel=_PANEL
+            metavar="B,S",
+            help="Shape of the input (default: 1 x min(1024, the longest)).",
+            rich_help_panel=_PANEL,
         ),
     ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
             metavar="float32|float16|bfloat16",
-            help="[float32 on a CPU, the checkpoint's on a GPU]",
+            help="(default: float32 on a CPU, the checkpoint's on a GPU)",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -71,7 +75,8 @@ class ModelOptions:
     ] = None
     trust_remote_code: TrustRemoteCode = False
     local_files_only: Annotated[
-        bool, typer.Option("--local-files-only", help="Use what is in the cache.", rich_help_panel=_PANEL)
+        bool,
+        typer.Option("--local-files-only", help="Use only what is in the cache.", rich_help_panel=_PANEL),
     ] = False
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and search.", rich_help_panel=_PANEL)] = 0
 
