@@ -12,13 +12,17 @@ import re
 import zlib
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.errors import AutokernelError
-from autokernel_hf.records import Candidate, Experiment, Proposal, Target
+from autokernel_hf.records import Candidate, Experiment, Proposal, Record, Target
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_TOKENS = 8192  # at most, for one answer
+_RETRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +167,11 @@ def _digest(context: Context, source: str) -> str:
 # --- language model -----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Spent:
+class BudgetSpentError(AutokernelError):
+    """The proposer may ask no more: the search ends with what it has."""
+
+
+class Spent(Record):
     """Tokens that a run has spent, as the provider counted them."""
 
     prompt: int = 0
@@ -177,25 +184,41 @@ class LanguageModel:
     Args:
         model: Model id of an Inference Provider, or the name that an OpenAI-compatible `base_url` knows.
         max_tokens: Budget of completion tokens for the run.
+        account: Where the run keeps what it has spent, over its targets and resumptions.
     """
 
     name = "llm"
 
-    def __init__(self, model: str, *, base_url: str | None = None, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str | None = None,
+        max_tokens: int | None = None,
+        account: Path | None = None,
+    ) -> None:
         from huggingface_hub import InferenceClient
 
         self.model = model
         self.max_tokens = max_tokens
-        self.spent = Spent()
+        self._account = account
+        self.spent = Spent.load(account) if account is not None and account.exists() else Spent()
         self._client = (
             InferenceClient(base_url=base_url, timeout=300) if base_url else InferenceClient(timeout=300)
         )
 
     def propose(self, context: Context, n: int) -> list[Proposal]:
-        """Raises AutokernelError where the model cannot be reached or the token budget is spent."""
+        """Up to n proposals; an answer that is none is asked for again, a little less predictably.
+
+        Raises:
+            BudgetSpentError: The tokens are spent.
+            AutokernelError: The model cannot be reached.
+        """
         tried = {e.digest for e in context.attempts}
         proposals: list[Proposal] = []
-        for index in range(n):
+        for index in range(n + _RETRIES):
+            if len(proposals) == n:
+                break
             text = self._ask(_prompt(context), temperature=min(1.2, 0.4 + 0.2 * index))
             source = code_of(text, context.incumbent.backend)
             if source is None:
@@ -221,26 +244,32 @@ class LanguageModel:
     def _ask(self, prompt: str, temperature: float) -> str:
         from huggingface_hub.errors import HfHubHTTPError, InferenceTimeoutError
 
-        if self.max_tokens is not None and self.spent.completion >= self.max_tokens:
-            raise AutokernelError(
-                f"The budget of {self.max_tokens} tokens is spent.",
-                remedy="Raise --max-tokens, or resume with --proposer playbook.",
+        left = _ANSWER_TOKENS
+        if self.max_tokens is not None:
+            left = min(left, self.max_tokens - self.spent.completion)
+        if left <= 0:
+            raise BudgetSpentError(
+                f"the budget of {self.max_tokens} tokens is spent", remedy="Give a new run more --max-tokens."
             )
         try:
             answer = self._client.chat_completion(
                 [{"role": "user", "content": prompt}],
                 model=self.model,
-                max_tokens=8192,
+                max_tokens=left,
                 temperature=temperature,
             )
         except (HfHubHTTPError, InferenceTimeoutError, OSError) as error:
             raise AutokernelError(
                 f"The language model {self.model} cannot be asked: {str(error).splitlines()[0]}",
-                remedy="Check --llm, --base-url and the token, or resume with --proposer playbook.",
+                remedy="Check --llm, --base-url and the token, then resume the run.",
             ) from error
         if answer.usage is not None:
-            self.spent.prompt += answer.usage.prompt_tokens
-            self.spent.completion += answer.usage.completion_tokens
+            self.spent = Spent(
+                prompt=self.spent.prompt + answer.usage.prompt_tokens,
+                completion=self.spent.completion + answer.usage.completion_tokens,
+            )
+            if self._account is not None:
+                self.spent.save(self._account)
         choice = answer.choices[0]
         if choice.finish_reason == "length":
             logger.warning("The model's answer was cut off at its token limit.")

@@ -191,7 +191,7 @@ def optimize_target(
     progress.stage(f"Optimizing {target.name} ({100 * target.share:.1f} % of the pass)")
     candidates = starters(target, profile.device.kind, settings.backend)
     run.add_target(target, candidates)
-    proposer = proposer_for(settings)
+    proposer = proposer_for(run)
     try:
         with searching(run, target, candidates, progress) as search:
             if proposer is None:
@@ -273,15 +273,21 @@ def limits_of(settings: RunSettings) -> Limits:
     )
 
 
-def proposer_for(settings: RunSettings) -> Proposer | None:
+def proposer_for(run: Run) -> Proposer | None:
     """The proposer of a run; None for `external`, which works through the command line."""
+    settings = run.settings
     if settings.proposer == "playbook":
         return Playbook()
     if settings.proposer == "external":
         return None
     if settings.llm is None:  # the command line refuses this earlier
         raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
-    return LanguageModel(settings.llm, base_url=settings.base_url, max_tokens=settings.max_tokens)
+    return LanguageModel(
+        settings.llm,
+        base_url=settings.base_url,
+        max_tokens=settings.max_tokens,
+        account=run.path / "tokens.json",
+    )
 
 
 def stage(

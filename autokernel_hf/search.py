@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autokernel_hf import tunables
-from autokernel_hf.agent import Context, Proposer
+from autokernel_hf.agent import BudgetSpentError, Context, Proposer
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Backend,
@@ -183,7 +183,11 @@ class Search:
         started = time.monotonic() - math.fsum(e.seconds for e in self.attempts())
         self.try_starters()
         while (reason := self.stop_reason(time.monotonic() - started)) is None:
-            proposals = proposer.propose(self.context(seed=seed), 1)
+            try:
+                proposals = proposer.propose(self.context(seed=seed), 1)
+            except BudgetSpentError as spent:
+                reason = spent.message
+                break
             if not proposals:
                 reason = "nothing left to try"
                 break
