@@ -1,5 +1,6 @@
 """For the one who loads kernels in inference code: `kernels` and `transformers` alone, autokernel-hf not installed.
 
+    pip install torch "transformers>=5.20,<5.23" "kernels>=0.17.2,<0.18"
     python examples/use_kernel.py you/gpt2-activation NewGELU           # from the Hub
     python examples/use_kernel.py ./packages/gpt2-activation NewGELU    # from a folder
 
