@@ -32,6 +32,7 @@ from autokernel_hf.errors import (
     CompileError,
     PackageError,
     UsageError,
+    last_words,
 )
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels import layers_source
@@ -167,7 +168,10 @@ def _compile_triton(candidate: Candidate, dtypes: tuple[str, ...], arch: str, wo
         env=environment,
     )
     if not answer.exists():
-        raise CompileError(f"Triton's compiler ended with status {status}:\n{output.strip()[-2000:]}")
+        raise CompileError(
+            f"Triton's compiler ended with status {status}: {last_words(output)}.",
+            remedy=f"Where other architectures compile, this Triton does not know {arch}: choose a newer one.",
+        )
     result = Answer.load(answer)
     if result.error:
         raise CompileError(f"kernel.py does not compile:\n{result.error}")

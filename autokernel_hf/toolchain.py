@@ -226,6 +226,7 @@ _NVCC = re.compile(
     r"^(?P<file>[^\s:()]+)\((?P<line>\d+)\): (?P<kind>error|catastrophic error): (?P<text>.*)$"
 )
 _LINK = re.compile(r"undefined reference to [`'](?P<symbol>[^']+)'")
+_NVCC_ITSELF = re.compile(r"^nvcc fatal\s*: (?P<text>.*)$", re.MULTILINE)
 _PTXAS = re.compile(r"^ptxas\S* (?:fatal|error)\s*: (?P<text>.*)$")
 
 
@@ -243,6 +244,11 @@ def compile_error(output: str, source: str, file_name: str) -> SourceError:
         source: The candidate.
         file_name: The name under which the compiler saw it.
     """
+    if (refusal := _NVCC_ITSELF.search(output)) is not None:
+        return SourceError(
+            f"nvcc itself refuses: {refusal['text']}.",
+            remedy="`nvcc --list-gpu-code` names the architectures that it knows.",
+        )
     lines = source.splitlines()
     messages: dict[str, None] = {}  # in order, each once: three instruction sets complain thrice
     elsewhere: dict[str, None] = {}

@@ -486,6 +486,19 @@ def test_cuda_candidate_is_built_for_the_architectures_asked_for() -> None:
     assert default.archs == build.DEFAULT_CUDA_ARCHS and default.id != built.id
 
 
+def test_an_architecture_that_the_compiler_does_not_know_is_told_with_a_remedy() -> None:
+    said = (
+        "[1/2] toolkit/bin/nvcc -O3 -c unit.cu\nFAILED: cuda.o\n"
+        "nvcc fatal   : Unsupported gpu architecture 'compute_9999'\nninja: build stopped.\n"
+    )
+    error = toolchain.compile_error(said, "source", "kernel.cu")
+    assert error.message == "nvcc itself refuses: Unsupported gpu architecture 'compute_9999'."
+    assert "--list-gpu-code" in error.remedy
+    with pytest.raises(CompileError, match=r"ended with status -6: LLVM ERROR: [^\n]*") as caught:
+        triton_report(sources.RMSNORM_TRITON, "sm_20")
+    assert "sm_20" in caught.value.remedy and "\n" not in caught.value.message
+
+
 @needs_nvcc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_cuda_candidate_compiles_without_a_gpu(arch: str) -> None:
