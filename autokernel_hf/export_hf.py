@@ -29,6 +29,8 @@ from autokernel_hf.sources import source_files
 logger = logging.getLogger(__name__)
 
 MAX_NAME = 80  # the Hub allows 96 for namespace and name together
+_MAX_STEM = 50  # leaves room for every kernel type
+_LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{1,63}")
 # Words of a Triton source that only NVIDIA's compiler knows: such a kernel gets no variant for AMD.
 _NVIDIA_ONLY = re.compile(
     r"inline_asm_elementwise|extra\.cuda|float8_e4m3fn|tensor_descriptor|TensorDescriptor|experimental_descriptor"
@@ -48,10 +50,7 @@ def package_name(base: str, kernel_type: str | None) -> str:
     Raises:
         UsageError: Nothing of it can stand in a name, or it is too long.
     """
-    plain = unicodedata.normalize("NFKD", base).encode("ascii", "ignore").decode().lower()
-    stem = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
-    if stem and stem[0].isdigit():
-        stem = f"k-{stem}"
+    stem = _stem(base)
     name = f"{stem}-{kernel_type.replace('_', '-')}" if kernel_type is not None and stem else stem
     if not packages.is_name(name) or len(name) > MAX_NAME:
         raise UsageError(
@@ -59,6 +58,27 @@ def package_name(base: str, kernel_type: str | None) -> str:
             remedy=f"Give one of 2 to {MAX_NAME} lowercase letters, digits and dashes with --name, such as gpt2-gelu.",
         )
     return name
+
+
+def _stem(base: str) -> str:
+    plain = unicodedata.normalize("NFKD", base).encode("ascii", "ignore").decode().lower()
+    stem = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    return f"k-{stem}" if stem and stem[0].isdigit() else stem
+
+
+def name_of_model(model_id: str) -> str:
+    """What a model's packages are called where the user chose no name; no model's name is too odd or too long for it."""
+    stem = _stem(model_id.rstrip("/").split("/")[-1])[:_MAX_STEM].strip("-")
+    return stem if len(stem) > 1 else "model"
+
+
+def check_license(license: str) -> None:
+    """Raises UsageError where this is no licence's identifier: it stands in metadata, cards and build files."""
+    if not _LICENSE.fullmatch(license):
+        raise UsageError(
+            f"{license!r} is no licence's identifier.",
+            remedy="Use one such as Apache-2.0, MIT or BSD-3-Clause.",
+        )
 
 
 # --- staging ------------------------------------------------------------------------------------------------------
@@ -93,20 +113,20 @@ def stage(
     if not packages.is_name(name):
         raise UsageError(f"{name!r} is not a kernel's name.", remedy="Use `package_name` to make one.")
     destination = out / name
-    _refuse_foreign(destination)
+    refuse_foreign(destination)
     out.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     try:
         for one in _one_a_variant(builts):
-            for variant, backend in _variants_of(one, candidate, interpreter):
+            for variant, backend in variants_of(one, candidate, interpreter):
                 _copy_variant(one, temporary / "build" / variant, name, version, license, backend)
         archs = tuple(dict.fromkeys(arch for one in builts for arch in one.archs))
         for path, text in source_files(
             candidate, name=name, version=version, license=license, archs=archs
         ).items():
             write_atomically(temporary / path, text)
-        _refuse_unfit(temporary, name)
-        _make_readable(temporary)
+        refuse_unfit(temporary, name)
+        make_readable(temporary)
         if destination.exists():
             shutil.rmtree(destination)
         temporary.rename(destination)
@@ -140,7 +160,7 @@ def _one_a_variant(builts: Sequence[Built]) -> list[Built]:
     return list(chosen.values())
 
 
-def _variants_of(built: Built, candidate: Candidate, interpreter: bool) -> list[tuple[str, str]]:
+def variants_of(built: Built, candidate: Candidate, interpreter: bool = False) -> list[tuple[str, str]]:
     """The variants that a build ships as, with their backends."""
     if candidate.backend != "triton":
         return [(built.variant, packages.backend_of_variant(built.variant))]
@@ -174,7 +194,7 @@ def _copy_variant(built: Built, target: Path, name: str, version: int, license: 
     )
 
 
-def _refuse_foreign(destination: Path) -> None:
+def refuse_foreign(destination: Path) -> None:
     """Keep away from a folder that is no package of ours."""
     if not destination.exists():
         return
@@ -184,7 +204,7 @@ def _refuse_foreign(destination: Path) -> None:
         )
 
 
-def _refuse_unfit(package: Path, name: str) -> None:
+def refuse_unfit(package: Path, name: str) -> None:
     problems = packages.inspect(package)
     if problems:
         raise PackageError(
@@ -199,7 +219,7 @@ def _refuse_unfit(package: Path, name: str) -> None:
         )
 
 
-def _make_readable(package: Path) -> None:
+def make_readable(package: Path) -> None:
     """The usual rights, whatever the temporary folder's were."""
     package.chmod(0o755)
     for path in package.rglob("*"):
@@ -249,14 +269,19 @@ def write_card(
     path = folder / "README.md"
     write_atomically(path, text)
     path.chmod(0o644)
-    private = [found for found in packages.private_strings(folder) if found.startswith("README.md")]
+    refuse_private_card(folder)
+    return path
+
+
+def refuse_private_card(package: Path) -> None:
+    """Take a card away that tells something of this machine, and say so."""
+    private = [found for found in packages.private_strings(package) if found.startswith("README.md")]
     if private:
-        path.unlink()
+        (package / "README.md").unlink()
         raise PackageError(
             f"The card would publish something private: {private[0]}.",
             remedy="Run with a model name that holds no local path.",
         )
-    return path
 
 
 def export_file(

@@ -77,6 +77,7 @@ def optimize(
         run = Run.open(resume)
         progress.stage(f"Resuming {resume}")
     else:
+        _check_names(settings)
         progress.stage(f"Pulling {settings.spec.model}")
         pulled = pull(settings.spec)
         run = Run.create(out, pulled.id, settings)
@@ -114,6 +115,20 @@ def optimize(
 
         write_report(run.path)
     return record
+
+
+def _check_names(settings: RunSettings) -> None:
+    """Refuse a name or a licence now that would be refused when the search is done.
+
+    Raises:
+        UsageError: No package can be called so, whichever kernels win; or it is no licence.
+    """
+    from autokernel_hf.export_hf import check_license, package_name
+    from autokernel_hf.kernels import kernel_types
+
+    check_license(settings.license)
+    if settings.name is not None:
+        package_name(settings.name, max(kernel_types(), key=len))
 
 
 @contextmanager
@@ -295,13 +310,13 @@ def stage(
 ) -> list[Staged]:
     """Put the winners' judged builds into package folders, which verify loads from: the run's own, or those in `out`."""
     from autokernel_hf.build import build
-    from autokernel_hf.export_hf import package_name
+    from autokernel_hf.export_hf import name_of_model, package_name
     from autokernel_hf.export_hf import stage as stage_package
 
     if not winners:
         return []
     progress.stage("Staging packages")
-    base = run.settings.name or model.id.split("/")[-1]
+    base = run.settings.name or name_of_model(model.id)
     staged = []
     for winner in winners:
         kind = "cuda" if winner.target.device.startswith("cuda") else "cpu"
@@ -423,59 +438,105 @@ def verify_again(run: Run, progress: Progress) -> Verification:
 
 
 def export(
-    source: Path,
-    *,
+    *sources: Path,
     name: str,
     version: int = 1,
     archs: tuple[str, ...] = (),
     license: str = "Apache-2.0",
     out: Path,
+    bundle: bool = False,
 ) -> list[Package]:
-    """Packages of a run's winners, or of one candidate file.
+    """Packages of a run's winners, or of candidate files.
+
+    Args:
+        sources: One run folder, or one candidate file; or several files, for a bundle.
+        archs: CUDA architectures to build for.
+        bundle: All kernels in one package.
 
     Raises:
-        AutokernelError: The run has no winners, or the file does not compile.
+        AutokernelError: The run has no winners, or a file does not compile.
     """
-    from autokernel_hf.build import build
+    from autokernel_hf.bundle import export_files
     from autokernel_hf.candidates import read_candidate
-    from autokernel_hf.export_hf import export_file
+    from autokernel_hf.export_hf import check_license, export_file
 
-    if not (source / "run.json").exists():
-        return [
-            export_file(read_candidate(source), name, version=version, archs=archs, license=license, out=out)
-        ]
+    check_license(license)
+    runs = [source for source in sources if (source / "run.json").exists()]
+    if len(sources) > 1 and (runs or not bundle):
+        raise UsageError(
+            "Several sources make one package only with --bundle, and only where all are candidate files.",
+            remedy="Export them one by one.",
+        )
+    if runs:
+        with Run.open(runs[0]) as run:
+            return _export_run(
+                run, name=name, version=version, archs=archs, license=license, out=out, bundle=bundle
+            )
+    candidates = [read_candidate(source) for source in sources]
+    if bundle:
+        return [export_files(candidates, name, version=version, archs=archs, license=license, out=out)]
+    return [export_file(candidates[0], name, version=version, archs=archs, license=license, out=out)]
+
+
+def _export_run(
+    run: Run,
+    *,
+    name: str,
+    version: int,
+    archs: tuple[str, ...],
+    license: str,
+    out: Path,
+    bundle: bool,
+) -> list[Package]:
+    from autokernel_hf.build import build
+    from autokernel_hf.bundle import Part, stage_bundle, write_bundle_card
     from autokernel_hf.export_hf import package_name, write_card
     from autokernel_hf.export_hf import stage as stage_package
 
-    with Run.open(source) as run:
-        profile, winners = winners_of(run)
-        verification = run.verification()
-        packages = []
-        for winner in winners:
-            built = build(winner.candidate, device=profile.device.kind)
-            # A binary for more architectures is built again from the judged source; the card says so.
-            if archs:
-                built = build(winner.candidate, archs=tuple(dict.fromkeys((*built.archs, *archs))))
-            package = stage_package(
-                built,
-                candidate=winner.candidate,
-                name=package_name(name, winner.target.kernel_type if len(winners) > 1 else None),
-                version=version,
-                license=license,
-                out=out,
-            )
-            write_card(
-                package,
-                candidate=winner.candidate,
-                built=built,
-                evaluation=winner.evaluation,
-                verification=verification,
-                profile=profile,
-                run_settings=run.settings,
-                commit=run.kept_commit(winner.target.name),
-            )
-            packages.append(package)
-        return packages
+    profile, winners = winners_of(run)
+    if archs and not any(winner.candidate.backend == "cuda" for winner in winners):
+        raise UsageError("None of this run's kernels is a CUDA one.", remedy="Leave --archs away.")
+    verification = run.verification()
+    parts = []
+    for winner in winners:
+        built = build(winner.candidate, device=profile.device.kind)
+        # A binary for more architectures is built again from the judged source; the card says so.
+        if archs and winner.candidate.backend == "cuda":
+            built = build(winner.candidate, archs=tuple(dict.fromkeys((*built.archs, *archs))))
+        commit = run.kept_commit(winner.target.name)
+        parts.append(
+            Part(candidate=winner.candidate, built=built, evaluation=winner.evaluation, commit=commit)
+        )
+    if bundle and len(parts) > 1:
+        package = stage_bundle(
+            parts, name=package_name(name, None), version=version, license=license, out=out
+        )
+        write_bundle_card(
+            package, parts, verification=verification, profile=profile, run_settings=run.settings
+        )
+        return [package]
+    packages = []
+    for part in parts:
+        package = stage_package(
+            part.built,
+            candidate=part.candidate,
+            name=package_name(name, part.candidate.kernel_type if len(parts) > 1 else None),
+            version=version,
+            license=license,
+            out=out,
+        )
+        write_card(
+            package,
+            candidate=part.candidate,
+            built=part.built,
+            evaluation=part.evaluation,
+            verification=verification,
+            profile=profile,
+            run_settings=run.settings,
+            commit=part.commit,
+        )
+        packages.append(package)
+    return packages
 
 
 def winners_of(run: Run) -> tuple[Profile, list[Winner]]:

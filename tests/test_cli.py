@@ -126,6 +126,8 @@ def test_help_answers_in_half_a_second_of_processor_time() -> None:
         (["profile", "gpt2", "--random-weights", "--input-shape", "1," + "9" * 5000], 2),
         (["profile", "gpt2", "--random-weights", "--input-shape", "99999999,99999999"], 2),
         (["optimize", "gpt2", "--proposer", "llm"], 2),
+        (["optimize", "gpt2", "--random-weights", "--name", "!!!"], 2),
+        (["optimize", "gpt2", "--random-weights", "--license", ""], 2),
         (["optimize", "gpt2", "--llm", "some/model"], 2),
         (["extract", "gpt2", "--backend", "fortran"], 2),
         (["bench", "any.cpp", "--device", "tpu"], 2),

@@ -18,7 +18,14 @@ from autokernel_hf import packages
 from autokernel_hf.build import build
 from autokernel_hf.elf import dynamic
 from autokernel_hf.errors import PackageError, UsageError
-from autokernel_hf.export_hf import _one_a_variant, package_name, stage, write_card
+from autokernel_hf.export_hf import (
+    _one_a_variant,
+    check_license,
+    name_of_model,
+    package_name,
+    stage,
+    write_card,
+)
 from autokernel_hf.kernels import kernel_types
 from autokernel_hf.kernels.base import make_inputs, upcast
 from autokernel_hf.records import (
@@ -80,6 +87,29 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_any_input_becomes_a_name_that_the_hub_takes(base: str, kernel_type: str | None, name: str) -> None:
     assert package_name(base, kernel_type) == name
     assert packages.is_name(name)
+
+
+@pytest.mark.parametrize(
+    ("model", "stem"),
+    [
+        ("openai-community/gpt2", "gpt2"),
+        ("模型", "model"),
+        ("./", "model"),
+        ("my/7b", "k-7b"),
+        ("net.py:Net", "net-py-net"),
+        ("a" * 200, "a" * 50),
+    ],
+)
+def test_a_models_packages_always_have_a_name(model: str, stem: str) -> None:
+    assert name_of_model(model) == stem
+    assert packages.is_name(package_name(name_of_model(model), max(kernel_types(), key=len)))
+
+
+@pytest.mark.parametrize("license", ["", "a", 'MIT"\nx = "', "all rights reserved"])
+def test_what_is_no_licence_is_refused(license: str) -> None:
+    with pytest.raises(UsageError, match="no licence's identifier"):
+        check_license(license)
+    check_license("GPL-2.0+")
 
 
 @pytest.mark.parametrize("base", ["", "模型", "x", "!!!", "a" * 200])
