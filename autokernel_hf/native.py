@@ -31,6 +31,7 @@ TORCH_TARGET = "0x020b000000000000ULL"  # 2.11, as the variant's name says
 
 CPP_FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden")
 CUDA_FLAGS = ("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo")
+_SPLIT = "--split-compile=8"  # threads; a fixed count, so that every machine makes the same bytes
 # What makes a library fit to be loaded beside others: its statics are its own, and it names no path of this machine.
 _LIBRARY_FLAGS = ("-fPIC", "-fno-gnu-unique")
 _BINDING_FLAGS = ("-O2", "-std=c++20", "-fvisibility=hidden", *_LIBRARY_FLAGS)
@@ -59,7 +60,7 @@ def ingredients(backend: str) -> tuple[str, ...]:
     flags = [*_LIBRARY_FLAGS, *_BINDING_FLAGS]
     if backend == "cuda":
         compilers.append(toolchain.nvcc().version)
-        flags += CUDA_FLAGS
+        flags += _cuda_flags()
     else:
         flags += CPP_FLAGS
     sources = (binding.RUNTIME.read_text(encoding="utf-8"), binding.MODULE_SOURCE, binding.PRELUDE_SOURCE)
@@ -212,7 +213,7 @@ def _cpp_edges(job: Job, parts: Path) -> Iterator[Edge]:
 def _cuda_edges(job: Job, parts: Path, work: Path) -> Iterator[Edge]:
     host = toolchain.gxx()
     (work / "toolkit").symlink_to(toolchain.cuda_home())
-    flags = " ".join((*CUDA_FLAGS, *map(_gencode, job.archs), "-Xptxas -v"))
+    flags = " ".join((*_cuda_flags(), *map(_gencode, job.archs), "-Xptxas -v"))
     host_flags = ",".join(("-fvisibility=hidden", *_LIBRARY_FLAGS, *_unnamed(parts).split()))
     yield Edge(
         output="cuda.o",
@@ -226,6 +227,12 @@ def _cuda_edges(job: Job, parts: Path, work: Path) -> Iterator[Edge]:
         inputs=("cuda.o",),
         command=f"{shlex.quote(host.path)} -shared -Wl,-z,defs cuda.o -o closed {_cudart()} -lm",
     )
+
+
+def _cuda_flags() -> tuple[str, ...]:
+    """nvcc's flags; where it can, it optimizes kernels side by side: three quarters of its time on a large file."""
+    major, minor = map(int, toolchain.nvcc().version.split(".")[:2])
+    return (*CUDA_FLAGS, _SPLIT) if (major, minor) >= (12, 4) else CUDA_FLAGS
 
 
 def _gencode(arch: str) -> str:
