@@ -376,8 +376,10 @@ def verify(
     """
     names = ", ".join(s.winner.target.name for s in staged)
     (progress or Silent()).stage(f"Verifying the whole model with {names}")
+    profile = run.profile()
     request = worker.VerifyRequest(
-        spec=run.settings.spec,
+        # As the profile settled it: the same commit, and the same folder wherever this is called from.
+        spec=profile.spec if profile is not None else run.settings.spec,
         kernels=tuple(
             worker.StagedKernel(
                 target=s.winner.target.name,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import autokernel_hf
-from autokernel_hf import pipeline, tunables
+from autokernel_hf import pipeline, tunables, worker
 from autokernel_hf.agent import BudgetSpentError, Context, LanguageModel, Playbook, code_of
 from autokernel_hf.errors import RunError
 from autokernel_hf.progress import Silent
@@ -24,6 +24,7 @@ from autokernel_hf.records import (
     Candidate,
     Evaluation,
     Latency,
+    ModelSpec,
     Package,
     Profile,
     Proposal,
@@ -461,16 +462,36 @@ def test_only_a_full_verification_is_the_runs_own(run: Run, monkeypatch: pytest.
     assert pipeline.verify(run, [kernel]) == run.verification() == found
 
 
-def test_a_resumed_run_concludes_what_a_coding_agent_has_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def profile_of(spec: ModelSpec) -> Profile:
     model = PulledModel(
         id="org/model", revision=None, path=None, architecture="M", parameters=1, weights="random",
         dtype="float32", input_shape=(1, 32),
     )  # fmt: skip
-    profile = Profile(
-        spec=settings().spec, model=model, device=device(), total_ms=1.0, sites=(), other_share=0.5
-    )
+    return Profile(spec=spec, model=model, device=device(), total_ms=1.0, sites=(), other_share=0.5)
+
+
+def test_the_model_that_was_profiled_is_verified_at_its_commit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = settings().spec.model_copy(update={"model": "org/model", "revision": "a" * 40})
+    run.save_profile(profile_of(pinned))
+    asked: list[ModelSpec] = []
+    known = model_gain({"one": 0.1}, [])(run, [staged(run, "one")])
+
+    def call(task: str, request: worker.VerifyRequest, result: type[Verification]) -> Verification:
+        asked.append(request.spec)
+        return known
+
+    monkeypatch.setattr(worker, "call", call)
+    assert pipeline.verify(run, [staged(run, "two")]) == known
+    assert asked == [pinned]
+    assert asked != [run.settings.spec]
+
+
+def test_a_resumed_run_concludes_what_a_coding_agent_has_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = profile_of(settings().spec)
     with Run.create(tmp_path, "org/model", settings(proposer="external")) as run:
 
         @contextmanager
