@@ -158,7 +158,9 @@ def guarded(command: str, json: bool, debug: bool) -> Iterator[Console]:
             errno.ENAMETOOLONG: "Choose a shorter name.",
             errno.EEXIST: "Remove what is there, or choose another name.",
         }.get(error.errno or 0, "")
-        what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        # Of a copy the second name is where it went: the place that is full or not to be written.
+        where = error.filename2 or error.filename
+        what = f"{error.strerror or error}" + (f": {where}" if where else "")
         _fail(console, what, remedy, debug)
         raise typer.Exit(1) from None
     except Exception as error:  # noqa: BLE001 - one of the two walls: what got here is a fault of this program

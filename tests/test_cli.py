@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -174,6 +175,18 @@ def test_failures_are_one_json_document_too() -> None:
     assert code == 1
     assert set(json.loads(out)["error"]) == {"message", "remedy"}
     assert "no-such-run is not a run folder" in err
+
+
+def test_a_full_disk_is_named_by_where_the_file_should_have_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/from/a", None, "/to/b")
+
+    monkeypatch.setattr(pipeline, "export", export)
+    code, _, err = invoke("export", str(tmp_path / "mine.cpp"), "--name", "x")
+    assert code == 1
+    assert "No space left on device: /to/b" in err and "Free some disk space" in err
 
 
 def test_traceback_only_with_debug() -> None:
