@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -92,8 +92,56 @@ class Finished(Record):
     at: float
 
 
-Event = Annotated[Started | Judged | Finished, Field(discriminator="event")]
-_EVENT: TypeAdapter[Started | Judged | Finished] = TypeAdapter(Event)
+class Asked(Record):
+    """A language model was asked: what it spent, and what came of it.
+
+    `outcome` is that of the answer (`answered`, `cut_off`, `empty`, `refused`) or of the failure (`unavailable`,
+    `context_full`, `failed`). Tokens are the server's count, or `estimated`; a failed question is counted as none.
+    """
+
+    event: Literal["asked"] = "asked"
+    target: str
+    model: str
+    purpose: Literal["propose", "repair", "again", "reflect", "price"]
+    outcome: Literal["answered", "cut_off", "empty", "refused", "unavailable", "context_full", "failed"]
+    detail: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    estimated: bool = False
+    cost_usd: float | None = None  # None: no price is known
+    temperature: float | None = None
+    seconds: float = 0.0
+    retries: int = 0
+    transcript: str | None = None  # the conversation, as a file in the run folder
+    at: float
+
+
+class Round(Record):
+    """A language model's round is over: how many proposals may be judged, and why the others may not."""
+
+    event: Literal["round"] = "round"
+    target: str
+    kind: Literal["propose", "repair"]
+    usable: int
+    unusable: tuple[str, ...] = ()
+    note: str = ""  # what follows from it, where that is not the next round
+    at: float
+
+
+class Reflected(Record):
+    """What was learned from an experiment: the working memory of a language model."""
+
+    event: Literal["reflected"] = "reflected"
+    target: str
+    experiment: int
+    expected: str
+    happened: str
+    why: str = ""  # the model's own line; empty where it gave none
+    at: float
+
+
+AnyEvent: TypeAlias = Started | Judged | Finished | Asked | Round | Reflected
+_EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="event")])
 
 
 class RunSettings(Record):
@@ -107,6 +155,8 @@ class RunSettings(Record):
     base_url: str | None = None
     max_tokens: int | None = None
     max_cost: float | None = None
+    price_in: float | None = None  # US dollars per million prompt tokens
+    price_out: float | None = None  # the same of completion tokens
     top: int = 3
     max_experiments: int = 20
     budget_s: float | None = None
@@ -160,12 +210,14 @@ class Run:
                 f"Cannot write a run folder under {parent}: {error.strerror}.",
                 remedy="Name another folder with --out.",
             ) from error
-        run._git("init", "-q", "-b", "main")
-        # An identity of its own, so that it works where git has none, and commits that survive a power cut.
+        run._git("init", "-q", "--template=", "-b", "main")
+        # An identity of its own, so that it works where git has none, no hooks of the user's, and commits that survive a
+        # power cut.
         for key, value in (
             ("user.name", "autokernel-hf"),
             ("user.email", "autokernel-hf@localhost"),
             ("commit.gpgsign", "false"),
+            ("core.hooksPath", os.devnull),
             ("core.fsync", "committed,reference"),
             ("gc.auto", "0"),
         ):
@@ -294,7 +346,7 @@ class Run:
 
     # Ledger -------------------------------------------------------------------------------------------------------
 
-    def events(self) -> list[Started | Judged | Finished]:
+    def events(self) -> list[AnyEvent]:
         """All ledger events. A torn last line, the mark of a crash in mid-write, is no event."""
         path = self.path / "ledger.jsonl"
         if not path.exists():
@@ -315,7 +367,7 @@ class Run:
                 ) from error
         return events
 
-    def append(self, event: Started | Judged | Finished) -> None:
+    def append(self, event: AnyEvent) -> None:
         """Append to the ledger, whole and on disk before it returns."""
         path = self.path / "ledger.jsonl"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -355,7 +407,7 @@ class Run:
         numbers = [
             e.experiment if isinstance(e, Started) else e.record.experiment
             for e in self.events()
-            if not isinstance(e, Finished)
+            if isinstance(e, Started | Judged)
         ]
         return max(numbers, default=0) + 1
 

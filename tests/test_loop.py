@@ -286,6 +286,26 @@ def test_a_users_own_git_variables_do_not_lead_elsewhere(
     ).returncode
 
 
+def test_a_users_hooks_and_templates_stay_out_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    for name in ("pre-commit", "commit-msg", "reference-transaction"):
+        (hooks / name).write_text("#!/bin/sh\nexit 1\n")
+        (hooks / name).chmod(0o755)
+    (tmp_path / ".gitconfig").write_text(
+        f"[core]\n\thooksPath = {hooks}\n[init]\n\ttemplateDir = {tmp_path}\n[commit]\n\tgpgSign = true\n"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with Run.create(tmp_path / "runs", "org/model", settings()) as run:
+        run.add_target(target(), [starter()])
+        search_of(run, KnownJudge()).try_starters()
+        assert [e.decision for e in run.experiments()] == ["keep"]
+        assert not (run.path / ".git" / "hooks").exists()
+
+
 def test_the_ledger_tells_one_story_with_the_events(run: Run) -> None:
     search_of(run, KnownJudge(), max_experiments=3).run_all(Playbook())
     kinds = [type(e) for e in run.events()]
