@@ -98,14 +98,114 @@ class Facts:
 def render(facts: Facts) -> str:
     """The card's text."""
     kernel_type = find_type(facts.candidate.kernel_type)
-    domain = contract.check(facts.candidate, kernel_type)
     variants = packages.read_variants(Path(facts.package.path))
-    first = variants[0]
-    usable = packages.usable_layers(first.path, kernel_type.name)
-    device_type = "cpu" if facts.candidate.backend == "cpp" else "cuda"
-    hooks = {layer.name: layer.hook for layer in kernel_type.layers}
+    return _rendered(
+        "card.md.j2",
+        [facts],
+        summary=_summary(facts, kernel_type),
+        tags=[*_tags([facts]), facts.candidate.backend],
+        variant_table=_table(("variant", "device", "state"), [_variant_row(v, facts) for v in variants]),
+        built_how=_built_how(facts, variants),
+        domain=contract.check(facts.candidate, kernel_type).text,
+        measured=_measured(facts.evaluation),
+        measured_how=_measured_how(facts.evaluation) if facts.evaluation is not None else "",
+        why_not_measured=_why_not_measured(facts),
+        numerics=list(_numerics(facts, kernel_type)),
+        limits=list(_limits(facts, variants)),
+        provenance_table=_table(("", ""), list(_provenance(facts))),
+    )
+
+
+def render_bundle(parts: Sequence[Facts]) -> str:
+    """The card's text of a package of several kernels.
+
+    Args:
+        parts: What is known of each kernel; all of one package, device and run.
+    """
+    first = parts[0]
+    variants = packages.read_variants(Path(first.package.path))
+    return _rendered(
+        "bundle.md.j2",
+        parts,
+        summary=_bundle_summary(parts),
+        tags=_tags(parts),
+        variant_table=_table(("variant", "device"), [_variant_row(v, first)[:2] for v in variants]),
+        kernels=[_bundle_part(facts) for facts in parts],
+        measured=any(_measured(facts.evaluation) for facts in parts),
+        limits=list(dict.fromkeys(line for facts in parts for line in _limits(facts, variants))),
+        provenance_table=_table(
+            ("", ""),
+            list(
+                dict.fromkeys(
+                    row for facts in parts for row in _provenance(facts) if row[0] not in _PART_PROVENANCE
+                )
+            ),
+        ),
+    )
+
+
+# What a bundle's card tells of each kernel, and not of all together.
+_PART_PROVENANCE = ("kernel type", "source (SHA-256)", "commit of the run")
+
+
+def _bundle_summary(parts: Sequence[Facts]) -> str:
+    names = ", ".join(f"`{facts.candidate.kernel_type}`" for facts in parts)
+    text = f"{len(parts)} kernels in one package: {names}"
+    model = parts[0].profile.model if parts[0].profile is not None else None
+    if model is not None:
+        text += f"; found by autokernel_hf for the calls that {public_model(model)} makes"
+        device = _device(parts[0])
+        if device is not None:
+            text += f" on {device.name}"
+    return text + "."
+
+
+def _bundle_part(facts: Facts) -> dict[str, object]:
+    kernel_type = find_type(facts.candidate.kernel_type)
+    judged = facts.evaluation is not None and facts.evaluation.status == "passed"
+    rows = [row for row in _provenance(facts) if row[0] in _PART_PROVENANCE]
+    return {
+        "name": kernel_type.name,
+        "what": _BACKEND_WORDS[facts.candidate.backend],
+        "id": facts.builts[0].id,
+        "judged": judged,
+        "domain": contract.check(facts.candidate, kernel_type).text,
+        "measured": _measured(facts.evaluation),
+        "measured_how": _measured_how(facts.evaluation) if facts.evaluation is not None else "",
+        "why_not_measured": _why_not_measured(facts),
+        "numerics": list(_numerics(facts, kernel_type)),
+        "provenance": _table(("", ""), rows),
+    }
+
+
+def _tags(parts: Sequence[Facts]) -> list[str]:
+    types = [facts.candidate.kernel_type for facts in parts]
+    return ["kernel", "autokernel-hf", *types, _device_type(parts[0])]
+
+
+def _device_type(facts: Facts) -> str:
+    return "cpu" if facts.candidate.backend == "cpp" else "cuda"
+
+
+def _rendered(template: str, parts: Sequence[Facts], **more: object) -> str:
+    """A template with what all cards tell: how to use the package, and what is in it."""
+    facts = parts[0]
+    package, device_type = facts.package, _device_type(facts)
+    folder = packages.read_variants(Path(package.path))[0].path
+    types = [find_type(part.candidate.kernel_type) for part in parts]
+    hooks = {layer.name: layer.hook for kernel_type in types for layer in kernel_type.layers}
+    usable = [name for kernel_type in types for name in packages.usable_layers(folder, kernel_type.name)]
     layers = [_layer(name, hooks.get(name, name)) for name in usable]
-    docs = _layer_docs(first.path)
+    docs = {
+        name: text for kernel_type in types for name, text in _layer_docs(folder, kernel_type.name).items()
+    }
+    found = [layer for layer in layers if layer.hook in TRANSFORMERS_HOOKS]
+    hooked = _one_a_hook(found, _layers_of_model(facts.profile))
+    examples = [
+        line
+        for part, kernel_type in zip(parts, types, strict=True)
+        for line in example_call(kernel_type, contract.check(part.candidate, kernel_type), device_type)
+    ]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         trim_blocks=True,
@@ -113,38 +213,29 @@ def render(facts: Facts) -> str:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    measured = _measured(facts.evaluation)
-    text = environment.get_template("card.md.j2").render(
-        name=facts.package.name,
-        repo=repo_placeholder(facts.package.name),
-        version=facts.package.version,
+    text = environment.get_template(template).render(
+        name=package.name,
+        repo=repo_placeholder(package.name),
+        version=package.version,
         license=facts.license,
         license_id=facts.license.lower() if facts.license.lower() in _HUB_LICENSES else "other",
-        tags=["kernel", "autokernel-hf", kernel_type.name, device_type, facts.candidate.backend],
-        summary=_summary(facts, kernel_type),
-        example="\n".join(example_call(kernel_type, domain, device_type)),
+        example="\n".join(examples),
         device_type=device_type,
-        functions=[kernel_type.schema.text],
+        functions=[kernel_type.schema.text for kernel_type in types],
         layers=layers,
-        hooked=[layer for layer in layers if layer.hook in TRANSFORMERS_HOOKS],
+        hooked=hooked,
+        alternatives=_alternatives(hooked, found),
+        chosen_by_model=bool({layer.name for layer in hooked} & _layers_of_model(facts.profile)),
         marked=[layer for layer in layers if layer.marked_by is not None],
-        unusable=[n for n in packages.layer_names(first.path) if n not in usable],
+        unusable=[n for n in packages.layer_names(folder) if n not in usable],
         layer_table=_table(
             ("layer", "hook", "replaces the forward of"),
             [(f"`{x.name}`", f"`{x.hook}`", docs.get(x.name, "")) for x in layers],
         ),
-        variant_table=_table(("variant", "device", "state"), [_variant_row(v, facts) for v in variants]),
-        built_how=_built_how(facts, variants),
-        domain=domain.text,
         measured_on=_measured_on(facts),
-        measured=measured,
-        measured_how=_measured_how(facts.evaluation) if facts.evaluation is not None else "",
-        why_not_measured=_why_not_measured(facts),
         verified=_verified(facts.verification, facts.profile),
-        numerics=list(_numerics(facts, kernel_type)),
-        limits=list(_limits(facts, variants)),
-        provenance_table=_table(("", ""), list(_provenance(facts))),
         reproduce=_reproduce(facts.settings, facts.profile),
+        **more,
     )
     return _without_double_blanks(text)
 
@@ -161,6 +252,31 @@ class _Layer:
 def _layer(name: str, hook: str) -> _Layer:
     marked = _TORCH_CLASSES.get(name)
     return _Layer(name=name, hook=hook, marked_by=marked.format(hook=f'"{hook}"') if marked else None)
+
+
+def _layers_of_model(profile: Profile | None) -> set[str]:
+    """The layers that fit the places of the model that the run was for."""
+    return {site.layer for site in profile.sites} if profile is not None else set()
+
+
+def _one_a_hook(layers: Sequence[_Layer], wanted: set[str]) -> list[_Layer]:
+    """A mapping takes one layer a hook: that of the run's model, else the first, which fits most models."""
+    chosen: dict[str, _Layer] = {}
+    for layer in layers:
+        known = chosen.setdefault(layer.hook, layer)
+        if layer.name in wanted and known.name not in wanted:
+            chosen[layer.hook] = layer
+    return list(chosen.values())
+
+
+def _alternatives(hooked: Sequence[_Layer], layers: Sequence[_Layer]) -> list[tuple[str, str, list[str]]]:
+    """(hook, the layer in the mapping, other layers of the same hook)."""
+    found = []
+    for layer in hooked:
+        others = [f"`{x.name}`" for x in layers if x.hook == layer.hook and x.name != layer.name]
+        if others:
+            found.append((layer.hook, layer.name, others))
+    return found
 
 
 def _without_double_blanks(text: str) -> str:
@@ -207,12 +323,9 @@ def _device(facts: Facts) -> DeviceInfo | None:
     return facts.profile.device if facts.profile is not None else None
 
 
-def _layer_docs(variant: Path) -> dict[str, str]:
-    tree = (
-        ast.parse((variant / "layers.py").read_text(encoding="utf-8"))
-        if (variant / "layers.py").exists()
-        else None
-    )
+def _layer_docs(variant: Path, function: str) -> dict[str, str]:
+    file = packages.part_of(variant, function) / "layers.py"
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else None
     classes = (node for node in (tree.body if tree else ()) if isinstance(node, ast.ClassDef))
     return {
         node.name: (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ") for node in classes

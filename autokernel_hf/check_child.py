@@ -54,18 +54,31 @@ def functions_of(module: Any) -> dict[str, Any]:
         if callable(value)
         and not inspect.isclass(value)
         and not inspect.ismodule(value)
-        and getattr(value, "__module__", module.__name__).startswith((module.__name__, "torch"))
+        and (home(value, module) is not None or getattr(value, "__module__", "").startswith("torch"))
     }
+
+
+def home(value: Any, module: Any) -> str | None:
+    """The name under which the part of a package that defines something was imported; None where it is not of it.
+
+    A package may hold several kernels, each imported under a name of its own.
+    """
+    owner = getattr(value, "__module__", None) or module.__name__
+    top = owner.partition(".")[0]
+    file = getattr(sys.modules.get(owner), "__file__", None)
+    folder = Path(module.__file__).parent
+    return top if top == module.__name__ or (file and Path(file).is_relative_to(folder)) else None
 
 
 def schema_of(module: Any, name: str) -> str | None:
     """The operator schema behind a function, without its namespace; `SymInt` and `int` are one here."""
     import torch
 
-    packet = getattr(getattr(torch.ops, module.__name__), name, None)
+    namespace = home(getattr(module, name, None), module) or module.__name__
+    packet = getattr(getattr(torch.ops, namespace), name, None)
     if packet is None:
         return None
-    return str(packet.default._schema).removeprefix(f"{module.__name__}::").replace("SymInt", "int")
+    return str(packet.default._schema).removeprefix(f"{namespace}::").replace("SymInt", "int")
 
 
 def layers_of(module: Any) -> list[dict[str, Any]]:
@@ -76,7 +89,7 @@ def layers_of(module: Any) -> list[dict[str, Any]]:
     for name, value in sorted(vars(layers).items()) if layers is not None else ():
         if not (inspect.isclass(value) and issubclass(value, torch.nn.Module)):
             continue
-        if not value.__module__.startswith(module.__name__):
+        if home(value, module) is None:
             continue
         extra = {n for n, _ in inspect.getmembers(value)} - {
             n for n, _ in inspect.getmembers(torch.nn.Module)

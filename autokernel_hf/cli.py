@@ -364,15 +364,18 @@ def verify(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="A run folder or a candidate file.")],
+    source: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN|FILE", help="A run folder or a candidate file; several files with --bundle."
+        ),
+    ],
     name: Annotated[str, typer.Option(help="Name of the package.")],
     version: Annotated[int, typer.Option(min=1, help="Version: an API change asks for a new one.")] = 1,
     archs: Annotated[
         str | None, typer.Option(metavar="8.0,9.0a", help="GPU architectures to build for, for a CUDA file.")
     ] = None,
-    bundle: Annotated[
-        bool, typer.Option("--bundle", help="All kernels in one repository: not there yet.")
-    ] = False,
+    bundle: Annotated[bool, typer.Option("--bundle", help="All kernels in one package.")] = False,
     license: Annotated[str, typer.Option(help="Licence.")] = "Apache-2.0",
     out: Annotated[Path, typer.Option(help="Where packages are written.")] = Path("packages"),
     json: Json = False,
@@ -382,11 +385,11 @@ def export(
     with guarded("export", json, debug) as console:
         from autokernel_hf import pipeline
 
-        if bundle:
-            raise UsageError("--bundle is not there yet.", remedy="Export one package a kernel type.")
         wanted = tuple(a.strip() for a in archs.split(",")) if archs else ()
-        console.stage(f"Exporting {source}")
-        packages = pipeline.export(source, name=name, version=version, archs=wanted, license=license, out=out)
+        console.stage(f"Exporting {', '.join(map(str, source))}")
+        packages = pipeline.export(
+            *source, name=name, version=version, archs=wanted, license=license, out=out, bundle=bundle
+        )
         console.result({"packages": [p.model_dump(mode="json") for p in packages]}, render.packages_text)
 
 

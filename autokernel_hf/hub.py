@@ -40,7 +40,7 @@ from autokernel_hf.records import Package, Published, Site
 logger = logging.getLogger(__name__)
 
 # What a package keeps beside its builds; on the Hub it stands on the main branch with the card.
-SOURCE_FOLDERS = ("torch-ext", "src", "tests", "benchmarks")
+SOURCE_FOLDERS = ("torch-ext", "src", "sources", "tests", "benchmarks")
 SOURCE_FILES = ("README.md", "build.toml")
 
 
@@ -366,7 +366,7 @@ def apply(
     passed_over: list[str] = []
     for name in names:
         usable = packages.usable_layers(variant, name)
-        dtypes = packages.domain(variant).get("dtype", ())
+        dtypes = packages.domain(packages.part_of(variant, name)).get("dtype", ())
         for site in kernel_types()[name].find(model):
             dtype = _dtype_at(model, site)
             if site.layer not in usable:
@@ -379,7 +379,7 @@ def apply(
         told = f": {passed_over[0]}{_and_more(passed_over)}" if passed_over else ""
         raise PackageError(
             f"Nothing in this {type(model).__name__} fits {name_or_folder}{told}.",
-            remedy=f"It replaces {', '.join(names)} in its domain ({_domain_text(variant)}).",
+            remedy=f"It replaces {_domains_text(variant, names)}.",
         )
     if passed_over:
         logger.warning("left as they are: %s%s", passed_over[0], _and_more(passed_over))
@@ -405,7 +405,11 @@ def _dtype_at(model: nn.Module, site: Site) -> str | None:
     return None
 
 
-def _domain_text(variant: Path) -> str:
-    return (
-        "; ".join(f"{name}: {', '.join(words)}" for name, words in packages.domain(variant).items()) or "any"
-    )
+def _domains_text(variant: Path, names: Sequence[str]) -> str:
+    """What a package replaces: each function with its domain."""
+    told = []
+    for name in names:
+        domain = packages.domain(packages.part_of(variant, name))
+        words = "; ".join(f"{key}: {', '.join(values)}" for key, values in domain.items()) or "any"
+        told.append(f"{name} ({words})")
+    return ", ".join(told)

@@ -83,7 +83,7 @@ class Variant:
 
     @property
     def libraries(self) -> tuple[Path, ...]:
-        return tuple(sorted(self.path.glob("*.so")))
+        return tuple(sorted(self.path.rglob("*.so")))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -196,8 +196,22 @@ def exported_names(variant: Path) -> tuple[str, ...]:
     return ()
 
 
+def parts(variant: Path) -> tuple[Path, ...]:
+    """The folders of a variant that hold one kernel each: the variant itself, unless it is a bundle."""
+    inner = tuple(sorted(ops.parent for ops in variant.glob("*/_ops.py")))
+    return inner if inner and not (variant / "_ops.py").exists() else (variant,)
+
+
+def part_of(variant: Path, function: str) -> Path:
+    """The folder of a variant that defines a function; the variant itself where none says so."""
+    return next((part for part in parts(variant) if function in exported_names(part)), variant)
+
+
 def layer_names(variant: Path) -> tuple[str, ...]:
     """Classes of a variant's `layers.py` (or `layers/__init__.py`) that derive from a Module, without importing it."""
+    inner = parts(variant)
+    if inner != (variant,):
+        return tuple(name for part in inner for name in layer_names(part))
     for place in (variant / "layers.py", variant / "layers" / "__init__.py"):
         tree = _parse(place)
         if tree is not None:
@@ -210,7 +224,11 @@ def layer_names(variant: Path) -> tuple[str, ...]:
 
 
 def domain(variant: Path) -> dict[str, tuple[str, ...]]:
-    """What a variant of ours supports: dtypes, and words of narrowed arguments; empty for other people's packages."""
+    """What a kernel of ours supports: dtypes, and words of narrowed arguments; empty for other people's packages.
+
+    Args:
+        variant: The folder that holds the kernel (`part_of`).
+    """
     tree = _parse(variant / "_ops.py")
     for node in tree.body if tree else ():
         if (
@@ -243,7 +261,8 @@ def layer_words(variant: Path, function: str) -> dict[str, tuple[str, ...]]:
 
 
 def usable_layers(variant: Path, function: str) -> tuple[str, ...]:
-    """The layers of a variant whose calls lie in its domain (the layers of a type ship whole, the domain may be less)."""
+    """The layers of a function whose calls lie in its domain (the layers of a type ship whole, the domain may be less)."""
+    variant = part_of(variant, function)
     words = {word for name, listed in domain(variant).items() if name != "dtype" for word in listed}
     called = layer_words(variant, function)
     return tuple(

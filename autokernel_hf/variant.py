@@ -49,13 +49,18 @@ def init_source(kernel_type: KernelType, layers: str | None) -> str:
     if layers is not None:
         lines.append("from . import layers")
     lines.append(f"from ._ops import {name}")
-    hooks = _ATTENTION_HOOKS & _defined(layers or "")
+    hooks = attention_hooks(layers or "")
     if hooks:
         # Not in __all__: these are for transformers, whose interface they follow, not for a caller.
-        lines.append(f"from .layers import {', '.join(sorted(hooks))}  # noqa: F401")
+        lines.append(f"from .layers import {', '.join(hooks)}  # noqa: F401")
     exported = sorted([name, *(["layers"] if layers is not None else [])])
     lines += ["", "__all__ = " + _quoted(exported)]
     return "\n".join(lines) + "\n"
+
+
+def attention_hooks(layers: str) -> list[str]:
+    """What of a `layers.py` transformers looks for in the package itself, to take it as `attn_implementation`."""
+    return sorted(_ATTENTION_HOOKS & _defined(layers))
 
 
 def _defined(source: str) -> set[str]:
