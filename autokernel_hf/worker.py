@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 
 from autokernel_hf import errors
 from autokernel_hf.errors import AutokernelError, JudgeError, last_words
+from autokernel_hf.judge.server import program
 from autokernel_hf.records import ModelSpec, Profile, PulledModel, Record, Site, Verification
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def call(task: str, request: Record, result: type[R]) -> R:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(request.model_dump_json(), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", "autokernel_hf.worker", task, str(asked), str(answered)],
+            program("autokernel_hf.worker", task, str(asked), str(answered), function="_main"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -192,7 +193,3 @@ def _main(task: str, asked: str, answered: str) -> None:
     temporary = Path(answered + ".part")
     temporary.write_text(json.dumps(answer), encoding="utf-8")
     temporary.replace(answered)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -22,7 +22,7 @@ from autokernel_hf.agent import Playbook
 from autokernel_hf.cli import app
 from autokernel_hf.errors import ToolMissingError, last_words
 from autokernel_hf.progress import Silent
-from autokernel_hf.records import Evaluation, PulledModel
+from autokernel_hf.records import Evaluation, ModelSpec, PulledModel
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
@@ -380,6 +380,17 @@ def test_a_model_that_ends_its_process_is_told_in_a_sentence(end: str, told: str
     assert code == 1
     assert re.search(told, " ".join(err.split()))
     assert "Traceback" not in err
+
+
+def test_files_of_the_current_folder_shadow_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("profile", "torch", "random", "autokernel_hf"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the folder was imported')\n")
+    (tmp_path / "net.py").write_text("from torch import nn\nclass Net(nn.ReLU):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    pulled = pipeline.pull(ModelSpec(model="net.py:Net", device="cpu", input_shape=(1, 4)))
+    assert pulled.architecture == "Net"
 
 
 def test_an_interrupted_run_is_named_with_the_way_to_go_on(
