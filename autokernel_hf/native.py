@@ -12,6 +12,7 @@ import logging
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,10 @@ CUDA_FLAGS = ("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo")
 _SPLIT = "--split-compile=8"  # threads; a fixed count, so that every machine makes the same bytes
 # What makes a library fit to be loaded beside others: its statics are its own, and it names no path of this machine.
 _LIBRARY_FLAGS = ("-fPIC", "-fno-gnu-unique")
+# As the linker, the assembler and their like say it; not what a candidate's own line makes a compiler say.
+_DISK_FULL = re.compile(
+    r"^(?!kernel\.(?:cpp|cu)[:(]|\s*\d*\s*\|).*(No space left on device|Disk quota exceeded)", re.MULTILINE
+)
 _BINDING_FLAGS = ("-O2", "-std=c++20", "-fvisibility=hidden", *_LIBRARY_FLAGS)
 
 
@@ -86,6 +91,7 @@ def compile_objects(job: Job, work: Path, more: Sequence[Edge] = ()) -> str:
 
     Raises:
         CandidateError, CompileError: It does not compile.
+        AutokernelError: The disk is full.
     """
     backend, suffix = job.candidate.backend, job.candidate.suffix
     parts = _parts(job)
@@ -126,7 +132,11 @@ class Edge:
 
 
 def _ninja(work: Path, edges: Sequence[Edge]) -> tuple[int, str]:
-    """Run the commands, as many at once as there are cores; return the exit status and what they printed."""
+    """Run the commands, as many at once as there are cores; return the exit status and what they printed.
+
+    Raises:
+        AutokernelError: The disk is full.
+    """
     lines = ["ninja_required_version = 1.5", ""]
     for i, edge in enumerate(edges):
         inputs = " ".join(re.sub(r"([$ :])", r"$\1", path) for path in edge.inputs)
@@ -140,6 +150,14 @@ def _ninja(work: Path, edges: Sequence[Edge]) -> tuple[int, str]:
     )
     if status != 0:
         log.debug("ninja in %s:\n%s", work, output)
+        full = _DISK_FULL.search(output)
+        if full is not None:
+            # Nothing that the candidate could help: a verdict on it would be wrong.
+            raise AutokernelError(
+                f"The disk is full: a compiler could not write its output ({full[1]}).",
+                remedy=f"Free some space in {cache_root()} and {tempfile.gettempdir()}, or set AUTOKERNEL_HF_CACHE "
+                "and TMPDIR to folders on another disk.",
+            )
     return status, output
 
 

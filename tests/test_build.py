@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -245,6 +246,29 @@ def test_an_unwritable_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(AutokernelError, match="build cache .* cannot be written"):
         made("rmsnorm", "triton", sources.RMSNORM_TRITON)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/usr/bin/ld: final link failed: No space left on device",
+        "/tmp/ccKkKBhK.s: Fatal error: can't write 3888 bytes to section .nv_fatbin of cuda.o: 'No space left on device'",
+    ],
+)
+def test_a_full_disk_is_no_fault_of_the_candidate(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: Sequence[str], **options: object) -> tuple[int, str]:
+        return 1, f"[2/3] /usr/bin/g++ -c unit.cpp\n{line}\ncollect2: error: ld returned 1 exit status\n"
+
+    made("rmsnorm", "cpp", sources.RMSNORM_CPP)  # the tools are looked for while they still run
+    monkeypatch.setattr(toolchain, "run", run)
+    with pytest.raises(AutokernelError, match="disk is full.*Free some space") as caught:
+        made("rmsnorm", "cpp", sources.RMSNORM_CPP + "// on a full disk\n")
+    assert not isinstance(caught.value, (CandidateError, CompileError))
+
+
+def test_a_candidate_cannot_pretend_that_the_disk_is_full() -> None:
+    with pytest.raises(CompileError):
+        made("rmsnorm", "cpp", sources.RMSNORM_CPP + "#error No space left on device\n")
 
 
 def test_what_killed_builds_left_is_removed_after_a_day(
