@@ -6,11 +6,18 @@ desperate. What counts in the end, values and time, is checked from outside.
 
 from __future__ import annotations
 
+import builtins
 import gc
+import importlib
+import json
 import os
+import resource
+import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -101,7 +108,14 @@ def operators_of(function: Callable[..., Any], arguments: dict[str, Any]) -> lis
     """The operators that a call runs, beyond allocating, viewing and copying."""
     with Recorder() as recorder:
         function(**arguments)
-    return sorted(name for name in recorder.names if not _is_allowed(name))
+    found = {name for name in recorder.names if not _is_allowed(name)}
+    if _COMPILER in sys.modules and not _COMPILES_ANYWAY:
+        found.add("torch.compile")  # what it has compiled runs past the recorder
+    return sorted(found)
+
+
+_COMPILER = "torch._inductor.compile_fx"
+_COMPILES_ANYWAY = _COMPILER in sys.modules
 
 
 def _is_allowed(name: str) -> bool:
@@ -110,35 +124,91 @@ def _is_allowed(name: str) -> bool:
 
 
 _TORCH = Path(torch.__file__).parent
-_WATCHED: tuple[tuple[str, Any], ...] = (
-    ("torch", torch),
-    ("torch.Tensor", Tensor),
-    ("torch.cuda", torch.cuda),
-    ("torch.nn.functional", torch.nn.functional),
-    ("torch.testing", torch.testing),
-    ("time", time),
-    ("gc", gc),
-    ("os", os),
+_JUDGE = __package__
+_HARNESS = ("arena", "audit", "child", "messages", "turn")
+# Modules that must stay in their places: a candidate that swaps one is found by the next who imports it.
+_ROOTS = frozenset(
+    {"autokernel_hf", "builtins", "gc", "json", "os", "socket", "struct", "sys", "time", "torch", "triton"}
 )
+_LOADER = ("LD_", "PYTHON")  # settings that act on the processes to come
+
+
+def _watched() -> dict[str, Any]:
+    """What torch, the clocks and the judge's own side of a child are made of."""
+    owners: dict[str, Any] = {
+        "torch": torch,
+        "torch.Tensor": Tensor,
+        "torch.cuda": torch.cuda,
+        "torch.nn.functional": torch.nn.functional,
+        "torch.testing": torch.testing,
+        "time": time,
+        "gc": gc,
+        "os": os,
+        "json": json,
+        "socket": socket,
+        "builtins": builtins,
+    }
+    owners |= {f"{_JUDGE}.{name}": importlib.import_module(f"{_JUDGE}.{name}") for name in _HARNESS}
+    if "triton" in sys.modules:
+        owners["triton.testing"] = importlib.import_module("triton.testing")
+    return owners
+
+
+def _settings() -> dict[str, object]:
+    """What a candidate would change for the whole process."""
+    settings: dict[str, object] = {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_default_device()": torch.get_default_device(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+    }
+    settings |= {
+        n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")
+    }
+    return settings | {f"os.environ[{k!r}]": v for k, v in os.environ.items() if k.startswith(_LOADER)}
 
 
 class Watch:
-    """Remembers what torch and the clocks are made of, to see what was replaced later."""
+    """Remembers what a process is made of and how it is set, to see what was replaced later."""
 
     def __init__(self) -> None:
-        self._before = {name: _parts(owner) for name, owner in _WATCHED}
+        self._owners = _watched()
+        self._before = {name: _parts(owner) for name, owner in self._owners.items()}
+        self._modules = _modules()
+        self._set = _settings()
 
     def replaced(self) -> list[str]:
-        """Names of functions and classes that are another now, or gone."""
+        """Names of functions, classes, modules and settings that are others now, or gone."""
         found = []
-        for name, owner in _WATCHED:
+        for name, owner in self._owners.items():
             now = _parts(owner)
             found += [
                 f"{name}.{key}"
                 for key, value in self._before[name].items()
                 if now.get(key) is not value and not _wraps(now.get(key), value)
             ]
-        return found
+        modules, settings = _modules(), _settings()
+        found += [f"sys.modules[{k!r}]" for k, v in self._modules.items() if modules.get(k) is not v]
+        return found + sorted(
+            key for key in self._set.keys() | settings.keys() if self._set.get(key) != settings.get(key)
+        )
+
+
+def _modules() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _ROOTS}
+
+
+# Not constants, which the compiler of this file would have worked out by itself.
+_one, _tenth, _smallest = float("1"), float("0.1"), float("5e-324")
+
+
+def floating_point_is_sound() -> bool:
+    """Whether this thread keeps denormal numbers and rounds to the nearest, as every process begins."""
+    small = _one - _tenth * 1e-16 == _one == _one + _tenth * 1e-16
+    return small and _smallest * _one > 0 and 2.2250738585072014e-308 * _tenth > 0
 
 
 def _wraps(now: Any, before: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import json
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
-from autokernel_hf.judge import audit, messages, sandbox, turn
+from autokernel_hf.judge import audit, messages, sandbox, triton_seed, turn
 from autokernel_hf.judge.arena import POISON, Arena, Slot
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
 from autokernel_hf.records import Candidate
@@ -34,6 +35,7 @@ _COMPILE_ERRORS = {
     "CompileTimeAssertionFailure",
     "PTXASError",
 }
+_LARGEST_COPY = 256 << 20  # bytes of an output that is compared at the next call
 _TOO_MUCH = {"OutOfResources"}  # of shared memory or registers: the configuration does not fit this device
 _MEMORY_WORDS = (
     "out of memory",
@@ -71,7 +73,7 @@ def serve(channel: socket.socket) -> int:
 def classify(error: BaseException) -> str:
     """The bench status that an exception stands for; `tool_missing` where the machine is at fault."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    text = str(error)
+    text = _text(error)
     cause = error.__cause__
     if "InterpreterError" in names and cause is not None:
         return classify(cause)
@@ -95,8 +97,16 @@ def classify(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     if isinstance(error, AutokernelError):
         return str(error)[:4000]
-    text = str(error).strip()
+    text = _text(error).strip()
     return f"{type(error).__name__}: {text}"[:2000] if text else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    """What an error says; nothing where it is of a class that will not tell."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a candidate's own class may do anything
+        return ""
 
 
 class _Worker:
@@ -110,6 +120,8 @@ class _Worker:
         self.watch: audit.Watch | None = None
         # The outputs of the last checked call stay alive: one that is returned again is not new.
         self.last: tuple[Tensor, ...] = ()
+        self.copies: tuple[Tensor | None, ...] = ()  # what they were
+        self.audited: set[str] = set()  # calls whose operators were looked at
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
         method: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"do_{request['op']}")
@@ -128,7 +140,7 @@ class _Worker:
         if request["handle"]["kind"] == "cpu":
             _, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
             descriptor = descriptors[0]
-        self.last = ()
+        self.last = self.copies = ()
         if self.arena is not None:
             self.arena.close()
             gc.collect()
@@ -141,6 +153,8 @@ class _Worker:
 
     def do_build(self, request: dict[str, Any]) -> dict[str, Any]:
         candidate = Candidate.model_validate(request["candidate"])
+        if candidate.backend == "triton" and request["device"].startswith("cuda"):
+            triton_seed.fill()
         with sandbox.on_all_cores():
             built = build.build(candidate, device=request["device"])
         return {"built": built.model_dump(mode="json")}
@@ -189,20 +203,49 @@ class _Worker:
         if self.arena.memory.device.type == "cuda":
             torch.cuda.synchronize()
         outputs = turn.as_tuple(result)
+        if not audit.floating_point_is_sound():
+            raise CandidateError(
+                "it leaves the floating-point state of the process changed: denormal numbers, or the rounding"
+            )
         reports = [self._report(output, arguments) for output in outputs]
+        kept = zip(self.last, self.copies, strict=True)
+        if any(copy is not None and not _same_bytes(old, copy) for old, copy in kept):
+            for report in reports:
+                report["spoils_last"] = True
         storages = [r["storage"] for r in reports if "storage" in r]
         shared = len(set(storages)) != len(storages)
         for output, data in zip(outputs, request["sinks"], strict=False):
             sink = self.arena.view(Slot.from_json(data))
-            # A wrong shape or dtype is in the report; there is nothing to compare then.
-            if type(output) is Tensor and output.shape == sink.shape and output.dtype == sink.dtype:
+            # A wrong shape, dtype or device is in the report; there is nothing to compare then.
+            same = type(output) is Tensor and output.shape == sink.shape and output.dtype == sink.dtype
+            if same and output.device == sink.device:
                 sink.copy_(output)
         if self.arena.memory.device.type == "cuda":
             torch.cuda.synchronize()
-        self.last = tuple(o for o in outputs if isinstance(o, Tensor))
+        self.last = tuple(o for o in outputs if type(o) is Tensor)
+        self.copies = tuple(o.clone() if o.nbytes <= _LARGEST_COPY else None for o in self.last)
         for report in reports:
             report.pop("storage", None)
+        self._audit_new(request["args"], arguments)
         return {"outputs": reports, "shared": shared}
+
+    def _audit_new(self, args: list[list[Any]], arguments: dict[str, Any]) -> None:
+        """Look at the operators of a Triton candidate's Python, once for each kind of call.
+
+        Raises:
+            CandidateError: It lets torch compute.
+        """
+        assert self.module is not None
+        kernel_fn = getattr(sys.modules.get(f"{self.module.__name__}.op"), "kernel_fn", None)
+        kind = json.dumps([[n, v["spec"] if isinstance(v, dict) else v] for n, v in args])
+        if kernel_fn is None or kind in self.audited:
+            return
+        self.audited.add(kind)
+        operators = audit.operators_of(kernel_fn, arguments)
+        if operators:
+            raise CandidateError(
+                f"it lets torch compute ({', '.join(operators[:5])}); it may only allocate, view and copy"
+            )
 
     def do_turn(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take one turn of a round of timing."""
@@ -250,6 +293,12 @@ class _Worker:
             storage == old.untyped_storage().data_ptr() for old in self.last if old.numel()
         )
         return report
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(
+        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    )
 
 
 def _poison_pool(sinks: list[dict[str, Any]], device: torch.device) -> None:

@@ -99,7 +99,8 @@ class Process:
             raise self._gone() from None
         if "error" in reply:
             status, message = str(reply["error"]), str(reply.get("message", ""))
-            if status == "tool_missing":
+            # Only a builder, which runs no candidate, is believed that this machine lacks something.
+            if status == "tool_missing" and isinstance(self, Builder):
                 self.end()
                 raise ToolMissingError(message)
             if status not in get_args(BenchStatus) or status == "passed":

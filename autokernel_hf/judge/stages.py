@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -95,6 +97,8 @@ def run_case(child: Child, kernel_type: KernelType, case: Case, args: Args, devi
             if case.repeats > 1:
                 kept.append([tensor.clone() for tensor in found])
         _must_repeat(kept)
+        if case.repeats > 1:
+            _must_notice(child, kernel_type, workload, args, placed)
     except Failed as failed:
         raise StageFailed(failed.status, _sentence(case, failed.what)) from None
     assert expected is not None
@@ -196,6 +200,41 @@ def _must_repeat(kept: list[list[Tensor]]) -> None:
                     f"gave other bits in {count} of {first.numel()} elements when it was called again (call {i}) "
                     "on the same input",
                 )
+
+
+def _must_notice(
+    child: Child, kernel_type: KernelType, workload: Workload, args: Args, placed: Placed
+) -> None:
+    """The call before once more, at the same addresses, with one element of the first tensor changed.
+
+    Who knows an input again by its address, by some of its values or by a sum of them, answers the old question.
+    """
+    name, slot = placed.inputs[0]
+    first = args[name]
+    if not first.numel() or not first.is_floating_point():
+        return
+    place = secrets.randbelow(first.numel())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), first.shape))
+    old = float(first[index])
+    new = torch.tensor(-2.0 * old - 1.0 if math.isfinite(old) else 1.0).to(first.dtype).to(first.device)
+    child.arena.view(slot)[index] = new
+    changed = {**args, name: child.arena.view(slot).clone(memory_format=torch.preserve_format)}
+    for sink in placed.sinks:
+        child.arena.fill(sink, POISON)
+    if first.device.type == "cuda":
+        torch.cuda.synchronize(first.device)
+    child.start_call(placed.arguments, placed.sinks, disturb=False)
+    expected = checks.expect(kernel_type, workload, changed)
+    report = child.finish_call()
+    problem = checks.check_form(report.outputs, report.shared, expected, first.device.type)
+    problem = (
+        problem
+        or checks.check_values(
+            [child.arena.view(slot) for slot in placed.sinks], expected, kernel_type, workload
+        ).problem
+    )
+    if problem:
+        raise Failed("incorrect", f"was called again with one element changed: {problem}")
 
 
 def _sentence(case: Case, what: str) -> str:

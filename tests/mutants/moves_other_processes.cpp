@@ -1,0 +1,60 @@
+// kernel_type: rmsnorm
+// supports: dtype=float32
+// expect: crashed
+// because: error -704
+//
+// Changes on which cores other processes run. What it cannot do, it gives up.
+#include "autokernel.h"
+
+#include <math.h>
+#include <dirent.h>
+#include <stdlib.h>
+#include <sys/types.h>
+#include <unistd.h>
+#include <sched.h>
+
+namespace {
+
+void compute(const float *in, const float *weight, int64_t step, double eps, double offset, int64_t rows, int64_t n,
+             float *out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += (double)in[r * n + i] * in[r * n + i];
+    const double factor = 1 / sqrt(sum / (double)n + eps);
+    for (int64_t i = 0; i < n; ++i) out[r * n + i] = (float)(in[r * n + i] * factor * (weight[i * step] + offset));
+  }
+}
+
+// Whether `reach` succeeds for any process that is not this one and not the first of its namespace.
+template <typename Reach>
+bool reaches_another(Reach reach) {
+  DIR *processes = opendir("/proc");
+  bool reached = false;
+  while (dirent *entry = processes != nullptr ? readdir(processes) : nullptr) {
+    const pid_t pid = (pid_t)atoi(entry->d_name);
+    if (pid > 1 && pid != getpid() && pid != getppid() && reach(pid)) reached = true;
+  }
+  if (processes != nullptr) closedir(processes);
+  return reached;
+}
+
+}  // namespace
+
+extern "C" int rmsnorm(const AkTensor *x, const AkTensor *weight, double eps, double offset, const AkTensor *out,
+                       const AkContext *ctx) {
+  if (x->dtype != AK_F32 || weight->dtype != AK_F32) return AK_UNSUPPORTED;
+  int64_t count = 1;
+  for (int d = x->ndim - 1; d >= 0; count *= x->sizes[d--]) {
+    if (x->sizes[d] != 1 && x->strides[d] != count) return AK_NEED_CONTIGUOUS;
+  }
+  const int64_t n = x->sizes[x->ndim - 1], rows = count / n, step = weight->strides[0];
+  const float *in = (const float *)x->data, *w = (const float *)weight->data;
+  float *result = (float *)out->data;
+  const bool moved = reaches_another([](pid_t pid) {
+  cpu_set_t cores;  // as they are: where there are no walls, nobody is harmed
+  return sched_getaffinity(pid, sizeof cores, &cores) == 0 && sched_setaffinity(pid, sizeof cores, &cores) == 0;
+  });
+  if (!moved) return -704;
+  compute(in, w, step, eps, offset, rows, n, result);
+  return AK_OK;
+}

@@ -1,0 +1,53 @@
+// kernel_type: rmsnorm
+// supports: dtype=float32
+// expect: incorrect
+// because: elements are wrong
+//
+// Multiplies and adds with ten bits after the point, as tensor cores do, where float32 is claimed.
+#include "autokernel.h"
+
+#include <math.h>
+#include <string.h>
+
+namespace {
+
+void compute(const float *in, const float *weight, int64_t step, double eps, double offset, int64_t rows, int64_t n,
+             float *out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += (double)in[r * n + i] * in[r * n + i];
+    const double factor = 1 / sqrt(sum / (double)n + eps);
+    for (int64_t i = 0; i < n; ++i) out[r * n + i] = (float)(in[r * n + i] * factor * (weight[i * step] + offset));
+  }
+}
+
+float tf32(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, sizeof bits);
+  bits = (bits + 0x1000) & 0xffffe000;
+  memcpy(&v, &bits, sizeof bits);
+  return v;
+}
+
+}  // namespace
+
+extern "C" int rmsnorm(const AkTensor *x, const AkTensor *weight, double eps, double offset, const AkTensor *out,
+                       const AkContext *ctx) {
+  if (x->dtype != AK_F32 || weight->dtype != AK_F32) return AK_UNSUPPORTED;
+  int64_t count = 1;
+  for (int d = x->ndim - 1; d >= 0; count *= x->sizes[d--]) {
+    if (x->sizes[d] != 1 && x->strides[d] != count) return AK_NEED_CONTIGUOUS;
+  }
+  const int64_t n = x->sizes[x->ndim - 1], rows = count / n, step = weight->strides[0];
+  const float *in = (const float *)x->data, *w = (const float *)weight->data;
+  float *result = (float *)out->data;
+  for (int64_t r = 0; r < rows; ++r) {
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += tf32(in[r * n + i]) * tf32(in[r * n + i]);
+  const float factor = 1 / sqrtf(sum / (float)n + (float)eps);
+  for (int64_t i = 0; i < n; ++i) {
+    result[r * n + i] = tf32(in[r * n + i]) * tf32(factor) * tf32(w[i * step] + (float)offset);
+  }
+  }
+  return AK_OK;
+}
