@@ -499,6 +499,11 @@ def _export_run(
     if archs and not any(winner.candidate.backend == "cuda" for winner in winners):
         raise UsageError("None of this run's kernels is a CUDA one.", remedy="Leave --archs away.")
     verification = run.verification()
+    if verification is not None and _is_wrong(verification):
+        raise RunError(
+            f"The model was not right with this run's kernels: {verification.reason}",
+            remedy="Run verify again; nothing of this run is exported before it says that they are right.",
+        )
     parts = []
     for winner in winners:
         built = build(winner.candidate, device=profile.device.kind)
@@ -608,14 +613,18 @@ def _diagnoser(run: Run) -> Diagnose:
     return explain
 
 
+def _is_wrong(verification: Verification) -> bool:
+    """Whether the model was not right with the kernels, or could not be run: nothing is timed then."""
+    return not verification.passed and (verification.error is None or verification.speedup.vs_eager is None)
+
+
 def _status(
     results: Sequence[TargetResult], verification: Verification | None
 ) -> Literal["won", "no_speedup", "failed"]:
     if verification is not None:
         if verification.passed:
             return "won"
-        wrong = verification.error is None or verification.speedup.vs_eager is None
-        return "failed" if wrong else "no_speedup"
+        return "failed" if _is_wrong(verification) else "no_speedup"
     tried = [r for r in results if r.status != "skipped"]
     return "failed" if tried and all(r.status == "failed" for r in tried) else "no_speedup"
 

@@ -508,6 +508,24 @@ def test_the_model_that_was_profiled_is_verified_at_its_commit(
     assert asked != [run.settings.spec]
 
 
+def test_kernels_that_make_the_model_wrong_are_not_exported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.save_profile(profile_of(settings().spec))
+    winner = staged(run, "one").winner
+    monkeypatch.setattr(pipeline, "winners_of", lambda run: (run.profile(), [winner]))
+    run.save_verification(
+        Verification(
+            passed=False, kernel_calls={"one": 4}, latency_ms=Latency(), speedup=Speedup(),
+            speedup_ci95=SpeedupInterval(), error=None, reason="the logits differ",
+        )
+    )  # fmt: skip
+    run.close()
+    with pytest.raises(RunError, match="not right with this run's kernels: the logits differ"):
+        pipeline.export(run.path, name="mine", out=tmp_path / "packages")
+    assert not (tmp_path / "packages").exists()
+
+
 def test_a_resumed_run_concludes_what_a_coding_agent_has_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
