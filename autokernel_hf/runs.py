@@ -335,7 +335,12 @@ class Run:
             RunError: There is none of that name, or several and no name.
         """
         targets = self.targets()
-        names = ", ".join(t.name for t in targets) or "none"
+        if not targets:
+            raise RunError(
+                f"{self.path} has no targets yet.",
+                remedy="They come with the profile: go on with `autokernel-hf optimize --resume`.",
+            )
+        names = ", ".join(t.name for t in targets)
         if name is None and len(targets) == 1:
             return targets[0]
         for target in targets:

@@ -170,6 +170,15 @@ def test_a_damaged_run_is_told_in_a_sentence(name: str, run_dir: Path) -> None:
     assert "fault" not in err
 
 
+@pytest.mark.parametrize("verb", ["context", "best"])
+def test_a_run_that_ended_before_its_profile_is_told_so(verb: str, tmp_path: Path) -> None:
+    with Run.create(tmp_path, "org/model", settings()) as run:
+        pass
+    code, _, err = invoke(verb, "--run", str(run.path))
+    assert code == 1
+    assert "has no targets yet" in err and "--resume" in err
+
+
 def test_failures_are_one_json_document_too() -> None:
     code, out, err = invoke("ledger", "--run", "no-such-run", "--json")
     assert code == 1
