@@ -62,8 +62,8 @@ def optimize(
     from autokernel_hf.records import ModelSpec
     from autokernel_hf.runs import RunSettings
 
-    # The last two are refused on the command line too: nothing counts or shares them yet.
-    known = set(RunSettings.model_fields) - {"schema_version", "spec", "created", "max_cost", "devices"}
+    # The last is refused on the command line too: nothing shares several devices yet.
+    known = set(RunSettings.model_fields) - {"schema_version", "spec", "created", "devices"}
     unknown = set(options) - _SPEC_FIELDS - known
     if unknown:
         raise TypeError(f"optimize() has no option {', '.join(sorted(unknown))}")

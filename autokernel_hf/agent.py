@@ -1,25 +1,18 @@
 """Proposers: what to try next. The loop, the judge and the ledger are the same for all three.
 
-`playbook` needs no network and no key; `llm` asks a chat model; `external` is a coding agent that works through the
-command line (`context`, `try`, `best`, `ledger`) and has no object here.
+`playbook` needs no network and no key; `llm` asks a chat model (`llm_proposer`); `external` is a coding agent that works
+through the command line (`context`, `try`, `best`, `ledger`) and has no object here.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 import zlib
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Protocol
 
 from autokernel_hf import tunables
-from autokernel_hf.errors import AutokernelError
-from autokernel_hf.records import Candidate, Experiment, Proposal, Record, Target
-
-logger = logging.getLogger(__name__)
+from autokernel_hf.records import Candidate, Experiment, Proposal, Target
 
 _ANSWER_TOKENS = 8192  # at most, for one answer
 _RETRIES = 2
@@ -48,11 +41,15 @@ class Context:
     seed: int = 0
 
 
+class NothingLeft(Exception):  # noqa: N818 - an end, not an error
+    """A proposer has nothing left to try, and says why."""
+
+
 class Proposer(Protocol):
     name: str
 
     def propose(self, context: Context, n: int) -> list[Proposal]:
-        """At most n proposals, none tried before; an empty list where nothing is left to try."""
+        """At most n proposals, none tried before; an empty list, or NothingLeft, where nothing is left to try."""
 
 
 # --- playbook -----------------------------------------------------------------------------------------------------
@@ -162,139 +159,3 @@ def _digest(context: Context, source: str) -> str:
     return Candidate(
         kernel_type=context.target.kernel_type, backend=context.incumbent.backend, source=source
     ).digest
-
-
-# --- language model -----------------------------------------------------------------------------------------------
-
-
-class BudgetSpentError(AutokernelError):
-    """The proposer may ask no more: the search ends with what it has."""
-
-
-class Spent(Record):
-    """Tokens that a run has spent, as the provider counted them."""
-
-    prompt: int = 0
-    completion: int = 0
-
-
-class LanguageModel:
-    """Asks a chat model for a whole new candidate file.
-
-    Args:
-        model: Model id of an Inference Provider, or the name that an OpenAI-compatible `base_url` knows.
-        max_tokens: Budget of completion tokens for the run.
-        account: Where the run keeps what it has spent, over its targets and resumptions.
-    """
-
-    name = "llm"
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        base_url: str | None = None,
-        max_tokens: int | None = None,
-        account: Path | None = None,
-    ) -> None:
-        from huggingface_hub import InferenceClient
-
-        self.model = model
-        self.max_tokens = max_tokens
-        self._account = account
-        self.spent = Spent.load(account) if account is not None and account.exists() else Spent()
-        self._client = (
-            InferenceClient(base_url=base_url, timeout=300) if base_url else InferenceClient(timeout=300)
-        )
-
-    def propose(self, context: Context, n: int) -> list[Proposal]:
-        """Up to n proposals; an answer that is none is asked for again, a little less predictably.
-
-        Raises:
-            BudgetSpentError: The tokens are spent.
-            AutokernelError: The model cannot be reached.
-        """
-        tried = {e.digest for e in context.attempts}
-        proposals: list[Proposal] = []
-        for index in range(n + _RETRIES):
-            if len(proposals) == n:
-                break
-            text = self._ask(_prompt(context), temperature=min(1.2, 0.4 + 0.2 * index))
-            source = code_of(text, context.incumbent.backend)
-            if source is None:
-                logger.warning("The model's answer held no complete code block; nothing was run from it.")
-                continue
-            candidate = Candidate(
-                kernel_type=context.target.kernel_type, backend=context.incumbent.backend, source=source
-            )
-            if candidate.digest in tried:
-                logger.info("The model repeated an earlier attempt; skipped.")
-                continue
-            tried.add(candidate.digest)
-            proposals.append(
-                Proposal(
-                    source=source,
-                    rationale=_hypothesis(text),
-                    tags=("llm",),
-                    tunables=tunables.values_if_readable(source),
-                )
-            )
-        return proposals
-
-    def _ask(self, prompt: str, temperature: float) -> str:
-        from huggingface_hub.errors import HfHubHTTPError, InferenceTimeoutError
-
-        left = _ANSWER_TOKENS
-        if self.max_tokens is not None:
-            left = min(left, self.max_tokens - self.spent.completion)
-        if left <= 0:
-            raise BudgetSpentError(
-                f"the budget of {self.max_tokens} tokens is spent", remedy="Give a new run more --max-tokens."
-            )
-        try:
-            answer = self._client.chat_completion(
-                [{"role": "user", "content": prompt}],
-                model=self.model,
-                max_tokens=left,
-                temperature=temperature,
-            )
-        except (HfHubHTTPError, InferenceTimeoutError, OSError) as error:
-            raise AutokernelError(
-                f"The language model {self.model} cannot be asked: {str(error).splitlines()[0]}",
-                remedy="Check --llm, --base-url and the token, then resume the run.",
-            ) from error
-        if answer.usage is not None:
-            self.spent = Spent(
-                prompt=self.spent.prompt + answer.usage.prompt_tokens,
-                completion=self.spent.completion + answer.usage.completion_tokens,
-            )
-            if self._account is not None:
-                self.spent.save(self._account)
-        choice = answer.choices[0]
-        if choice.finish_reason == "length":
-            logger.warning("The model's answer was cut off at its token limit.")
-            return ""
-        return str(choice.message.content or "")
-
-
-def code_of(text: str, backend: str) -> str | None:
-    """The longest closed code block of an answer that looks like a whole candidate; None where there is none."""
-    blocks = re.findall(r"```[\w+]*\n(.*?)```", text, re.DOTALL)
-    mark = "kernel_fn" if backend == "triton" else 'extern "C"'
-    whole = [b for b in blocks if mark in b]
-    return max(whole, key=len) if whole else None
-
-
-def _hypothesis(text: str) -> str:
-    for line in text.splitlines():
-        if line.lower().startswith("hypothesis:"):
-            return line.split(":", 1)[1].strip()[:200]
-    return "proposed by the language model"
-
-
-def _prompt(context: Context) -> str:
-    from jinja2 import Template
-
-    template = resources.files("autokernel_hf").joinpath("prompts/propose.j2").read_text(encoding="utf-8")
-    page = Template(template, trim_blocks=True, lstrip_blocks=True)
-    return str(page.render(context=context, attempts=context.attempts[-8:]))

@@ -60,8 +60,18 @@ def optimize(
     ] = "playbook",
     llm: Annotated[str | None, typer.Option(metavar="MODEL", help="Chat model of the llm proposer.")] = None,
     base_url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server for --llm.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Completion tokens that the run may spend.")] = None,
-    max_cost: Annotated[float | None, typer.Option(help="Dollars to spend: not counted yet.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the run may spend, questions and answers together.")
+    ] = None,
+    max_cost: Annotated[float | None, typer.Option(min=0.0, help="Dollars that the run may spend.")] = None,
+    price_in: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Dollars per million tokens of questions [as the server says]."),
+    ] = None,
+    price_out: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Dollars per million tokens of answers [as the server says]."),
+    ] = None,
     devices: Annotated[
         str | None, typer.Option(metavar="0,1", help="The GPU to use: several are not shared yet.")
     ] = None,
@@ -95,13 +105,18 @@ def optimize(
             raise UsageError(f"--proposer {proposer} is unknown.", remedy="Use playbook, llm or external.")
         if proposer == "llm" and llm is None:
             raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
-        if proposer != "llm" and (llm, base_url, max_tokens) != (None, None, None):
+        asked = (llm, base_url, max_tokens, max_cost, price_in, price_out)
+        if proposer != "llm" and any(a is not None for a in asked):
             raise UsageError(
-                f"--llm, --base-url and --max-tokens mean nothing to the {proposer} proposer.",
+                f"--llm, --base-url, --max-tokens, --max-cost and prices mean nothing to the {proposer} proposer.",
                 remedy="Add --proposer llm, or leave them out.",
             )
-        if max_cost is not None:
-            raise UsageError("--max-cost is not counted yet.", remedy="Bound the run with --max-tokens.")
+        if (price_in is None) != (price_out is None):
+            raise UsageError("--price-in and --price-out go together.", remedy="Give both, or neither.")
+        if base_url is not None:
+            from autokernel_hf.llm import check_base_url
+
+            check_base_url(base_url)
         if devices is not None and len(devices.split(",")) > 1:
             raise UsageError("Several devices are not shared yet.", remedy="Name one with --device cuda:N.")
         if devices is not None and options.device == "auto":
@@ -114,6 +129,9 @@ def optimize(
             llm=llm,
             base_url=base_url,
             max_tokens=max_tokens,
+            max_cost=max_cost,
+            price_in=price_in,
+            price_out=price_out,
             top=top,
             max_experiments=max_experiments,
             budget_s=seconds(budget),

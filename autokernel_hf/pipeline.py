@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from autokernel_hf import worker
-from autokernel_hf.agent import Context, LanguageModel, Playbook, Proposer
+from autokernel_hf import llm_account, llm_proposer, worker
+from autokernel_hf.agent import Context, Playbook, Proposer
 from autokernel_hf.errors import AutokernelError, RunError, UsageError
 from autokernel_hf.extract import extract, starters
+from autokernel_hf.llm import LanguageModelError
 from autokernel_hf.progress import Progress, Silent
 from autokernel_hf.records import (
     Built,
@@ -83,6 +84,9 @@ def optimize(
         run = Run.create(out, pulled.id, settings)
     with run, _interruptible(run):
         settings = run.settings
+        if settings.proposer == "llm" and resume is None:
+            progress.stage(f"Looking for {settings.llm}")
+            llm_account.prepare(run)
         profile = run.profile() or profile_into(run, progress)
         targets, results = extract(profile, top=settings.top, backend=settings.backend)
         winners: list[Winner] = []
@@ -223,8 +227,8 @@ def optimize_target(
                     reason="left to a coding agent: see program.md, then `autokernel-hf optimize --resume`",
                 ), None
             return search.run_all(proposer, seed=settings.spec.seed)
-    except UsageError:
-        raise
+    except (UsageError, LanguageModelError):
+        raise  # it would be the same for every target
     except AutokernelError as error:
         # One target's misfortune is not the others': it is told in the result.
         logger.warning("%s: %s", target.name, error)
@@ -295,14 +299,7 @@ def proposer_for(run: Run) -> Proposer | None:
         return Playbook()
     if settings.proposer == "external":
         return None
-    if settings.llm is None:  # the command line refuses this earlier
-        raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
-    return LanguageModel(
-        settings.llm,
-        base_url=settings.base_url,
-        max_tokens=settings.max_tokens,
-        account=run.path / "tokens.json",
-    )
+    return llm_proposer.proposer_of(run)
 
 
 def stage(

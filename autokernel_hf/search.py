@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autokernel_hf import tunables
-from autokernel_hf.agent import BudgetSpentError, Context, Proposer
+from autokernel_hf.agent import Context, NothingLeft, Proposer
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Backend,
@@ -28,7 +28,7 @@ from autokernel_hf.records import (
     Winner,
     WorkloadResult,
 )
-from autokernel_hf.runs import Finished, Run, Started, gain_over, scores_of, weighted
+from autokernel_hf.runs import Finished, Round, Run, Started, gain_over, scores_of, weighted
 
 
 class Judging(Protocol):
@@ -185,8 +185,8 @@ class Search:
         while (reason := self.stop_reason(time.monotonic() - started)) is None:
             try:
                 proposals = proposer.propose(self.context(seed=seed), 1)
-            except BudgetSpentError as spent:
-                reason = spent.message
+            except NothingLeft as end:
+                reason = str(end)
                 break
             if not proposals:
                 reason = "nothing left to try"
@@ -197,7 +197,13 @@ class Search:
                 kernel_type=self.target.kernel_type, backend=backend, source=proposal.source
             )
             self._report(self.experiment(candidate, proposal))
-        return self.conclude(reason)
+        return self.conclude(self._with_note(reason))
+
+    def _with_note(self, reason: str) -> str:
+        """The reason, with what the proposer entered about its own end."""
+        notes = [e.note for e in self.run.events() if isinstance(e, Round) and e.target == self.target.name]
+        last = next((n for n in reversed(notes) if n), None)
+        return f"{reason}; {last}" if last else reason
 
     def try_starters(self) -> None:
         """Judge the starters that were not judged yet."""
