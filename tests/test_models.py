@@ -577,6 +577,42 @@ def test_models_of_the_hub_are_pulled_at_a_pinned_commit_and_refusals_are_told(
     assert "cannot be reached" in cut_off[1]["message"]
 
 
+def test_a_repository_of_one_gguf_file_is_found_in_the_cache_again(tmp_path: Path) -> None:
+    code = """
+import json, sys
+from autokernel_hf.errors import HubError
+from autokernel_hf.models.fetch import fetch
+def seen(revision, weights, local):
+    found = fetch(sys.argv[1], revision=revision, weights=weights, code=False, local_files_only=local)
+    return [found.gguf, found.revision]
+if sys.argv[2] == "online":
+    answer = [seen(None, True, False)]
+else:
+    sha = sys.argv[2]
+    answer = [seen(None, True, True), seen(sha, True, True), seen("main", False, True), seen(None, True, False)]
+    try:
+        seen("v9", True, True)
+    except HubError:
+        answer.append("refused")
+print(json.dumps(answer))
+"""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "tiny.Q8_0.gguf").write_bytes(b"GGUF" + bytes(64))
+    home = tmp_path / "home"
+    home.mkdir()
+
+    def answer(*arguments: str) -> Any:
+        result = hub.run_client(code, "acme/tiny-GGUF", *arguments, home=home)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    with HubServer() as hub:
+        sha = hub.add_model("acme/tiny-GGUF", tmp_path / "repo")
+        assert answer("online") == [["tiny.Q8_0.gguf", sha]]
+        hub.fail_next(0, times=1000)  # what follows comes from the cache, also where the Hub does not answer
+        assert answer(sha) == [["tiny.Q8_0.gguf", sha]] * 4 + ["refused"]
+
+
 # --- trained models from PyPI -------------------------------------------------------------------------------------
 
 

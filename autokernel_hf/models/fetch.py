@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 from autokernel_hf.errors import HubError, ModelError
 
@@ -231,15 +232,23 @@ def _wanted(repo_id: str, files: Sequence[str], *, weights: bool, code: bool) ->
 
 
 def _cached(repo_id: str, revision: str | None) -> Path | None:
-    """The snapshot folder in the cache, named by its commit; only a finished `config.json` tells that it is there."""
+    """The snapshot folder in the cache, named by its commit; a finished `config.json` or GGUF file tells that it is there."""
     found = try_to_load_from_cache(repo_id, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    if isinstance(found, str):
+        return Path(found).parent
+    # A repository of GGUF files need have no config.json: the files hold it, under names that only the folder tells.
+    repo = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model")
+    name = revision or constants.DEFAULT_REVISION
+    ref = repo / "refs" / name
+    snapshot = repo / "snapshots" / (ref.read_text(encoding="utf-8").strip() if ref.is_file() else name)
+    return snapshot if any(file.exists() for file in snapshot.glob("*.gguf")) else None
 
 
 def _check_snapshot(path: Path, weights: bool) -> Checkpoint:
     ggufs = sorted(path.glob("*.gguf"))
     has_safetensors = (path / _SINGLE).exists() or (path / _INDEX).exists()
-    gguf = ggufs[0].name if weights and len(ggufs) == 1 and not has_safetensors else None
+    wanted = weights or not (path / "config.json").exists()
+    gguf = ggufs[0].name if wanted and len(ggufs) == 1 and not has_safetensors else None
     return check_folder(path, gguf=gguf, revision=path.name, weights=weights)
 
 
