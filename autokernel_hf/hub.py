@@ -17,20 +17,24 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from autokernel_hf import packages
+from autokernel_hf import interface, packages
 from autokernel_hf.card import repo_placeholder
 from autokernel_hf.check import LoadError, load_fresh
 from autokernel_hf.errors import HubError, PackageError, UsageError
 from autokernel_hf.hub_client import (
     api,
+    cached,
     check_repo_id,
     friendly,
     is_repo_id,
     newest_version,
+    offline,
     refuse_broken_telemetry,
+    remember,
     retrying,
     snapshot,
     token,
+    versions,
 )
 from autokernel_hf.kernels import kernel_types
 from autokernel_hf.kernels.base import DTYPE_NAMES
@@ -72,8 +76,9 @@ def publish(
     """Upload a package to a kernel repository, then load it back from there in a fresh process.
 
     All of it goes to the branch `v<version>`, each variant in place of what it held before; other variants and other
-    versions stay. The card and the sources of the newest version also go to `main`. Publishing again after an interruption goes on where it
-    stopped; publishing what is there already changes nothing.
+    versions stay. The card and the sources of the newest version also go to `main`. Publishing again after an
+    interruption goes on where it stopped; publishing what is there already changes nothing. A version that is there
+    keeps its functions and layers: what would break its callers is refused.
 
     Args:
         repo_id: `namespace/name`; created where it does not exist.
@@ -84,7 +89,8 @@ def publish(
 
     Raises:
         UsageError: `repo_id` is not a valid name.
-        PackageError: The package is damaged, incomplete, or holds something private.
+        PackageError: The package is damaged, incomplete, or holds something private; or it changes the interface of the
+            version that is there.
         HubError: The Hub refuses or cannot be reached; or what it serves is not what was uploaded.
     """
     folder = Path(package.path if isinstance(package, Package) else package)
@@ -110,13 +116,16 @@ def publish(
             f"{repo_id} exists and is public.",
             remedy="Choose another name, make it private on its page, or publish without --private.",
         )
+    known = versions(repo_id)
+    if wanted in known:
+        _refuse_broken_promise(folder, repo_id, wanted, max(known) + 1)
     with friendly(f"create the branch {branch}", repo_id):
         retrying(lambda: client.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True))
     title = message or f"Build {folder.name} with autokernel_hf"
     sources = [f"{name}/" for name in SOURCE_FOLDERS]
     builds = [f"build/{variant}/" for variant in plan.variants]
     revision = _commit(client, repo_id, branch, plan.branch, [*builds, *sources], title)
-    if wanted >= newest_version(repo_id):
+    if wanted >= max(known, default=0):
         _commit(client, repo_id, "main", plan.main, sources, title)
     loaded = _load_back(repo_id, wanted, plan)
     return Published(
@@ -152,6 +161,24 @@ def _inspected(folder: Path, version: int | None) -> tuple[int, int]:
 
 def _and_more(items: Sequence[str]) -> str:
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
+def _refuse_broken_promise(folder: Path, repo_id: str, version: int, next_version: int) -> None:
+    """Refuse to replace a version by a package that its callers could not use as they do now."""
+    mine = {variant.name: variant.path for variant in packages.read_variants(folder)}
+    first = next(iter(mine.values()))
+    with tempfile.TemporaryDirectory(prefix="autokernel_hf-there-") as temporary:
+        there = snapshot(repo_id, version, into=Path(temporary), patterns=("build/*.py",)) / "build"
+        changes = [
+            change
+            for variant in (sorted(there.iterdir()) if there.is_dir() else ())
+            for change in interface.breaking_changes(variant, mine.get(variant.name, first))
+        ]
+    if changes:
+        raise PackageError(
+            f"Version {version} of {repo_id} promises another interface: {changes[0]}{_and_more(changes)}.",
+            remedy=f"Publish this as a new version: --version {next_version}. The old one stays.",
+        )
 
 
 def _plan(folder: Path, repo_id: str, own_version: int, version: int) -> _Plan:
@@ -261,6 +288,8 @@ def load(
 ) -> ModuleType:
     """A kernel package's module: `kernels.get_kernel`, or `kernels.get_local_kernel` for a folder.
 
+    What was loaded once loads again under `HF_HUB_OFFLINE=1`, which `kernels` 0.17 alone does not manage.
+
     Args:
         version: The version of a Hub repository; needed there, of no meaning for a folder.
         trust_remote_code: Whether code of publishers whom the Hub does not list as trusted may run.
@@ -285,8 +314,21 @@ def load(
         raise UsageError(
             f"Which version of {repo_id}?", remedy=f"Say version={newest_version(repo_id)}, its newest one."
         )
+    redirected = f"{repo_id}=" in os.environ.get("LOCAL_KERNELS", "")
+    if offline() and not redirected:
+        cached_folder = cached(repo_id, version)
+        if not trust_remote_code:
+            raise HubError(
+                f"Offline, nobody can tell whether the publisher of {repo_id} is trusted.",
+                remedy="If you trust its code, say trust_remote_code=True (--trust-remote-code).",
+            )
+        with _loading(repo_id):
+            kept: ModuleType = kernels.get_local_kernel(cached_folder)
+        return kept
     with _loading(repo_id), friendly("load the kernel", repo_id):
         loaded: ModuleType = kernels.get_kernel(repo_id, version=version, trust_remote_code=trust_remote_code)
+    if not redirected:
+        remember(repo_id, version, Path(str(loaded.__file__)).parent.name)
     return loaded
 
 

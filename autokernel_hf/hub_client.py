@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autokernel_hf.errors import HubError, UsageError
-from autokernel_hf.packages import BYTECODE, is_name
+from autokernel_hf.packages import BYTECODE, inspect, is_name
 from autokernel_hf.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,16 @@ def friendly(doing: str, repo_id: str) -> Iterator[None]:
             f"Cannot {doing}: {endpoint} cannot be reached ({type(error).__name__}).",
             remedy="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.",
         ) from error
+    except RuntimeError as error:
+        # So the client tells that a large file did not get through, whatever the reason.
+        if "upload" not in str(error).lower():
+            raise
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise _refusal(error.__cause__, doing, repo_id) from error
+        raise HubError(
+            f"Cannot {doing}: {str(error).rstrip('.')} ({error.__cause__ or 'no reason given'}).",
+            remedy="Publish again: what has arrived is not sent twice.",
+        ) from error
 
 
 def _refusal(error: Any, doing: str, repo_id: str) -> HubError:
@@ -202,6 +212,21 @@ def _forbidden(doing: str, repo_id: str, said: str) -> HubError:
             f"Cannot {doing}: {namespace} is neither you ({who['name']}) nor an organization that you belong to.",
             remedy=f"Publish as {who['name']}/{repo_id.split('/')[1]}, or ask {namespace} for the right to write.",
         )
+    if namespace in who["only_reads"]:
+        return HubError(
+            f"Cannot {doing}: as a member of {namespace} you only read.{said}",
+            remedy=f"Ask an admin of {namespace} for the right to write.",
+        )
+    if who["writes"] is not None and namespace not in who["writes"]:
+        return HubError(
+            f"Cannot {doing}: your fine-grained token may not write in {namespace}.{said}",
+            remedy="Give it that right (write access to contents of repositories) at <endpoint>/settings/tokens.",
+        )
+    if not doing.startswith("create the repository"):
+        return HubError(
+            f"Cannot {doing}: the Hub refuses it to {who['name']}.{said}",
+            remedy="Ask who owns the repository for the right to write.",
+        )
     return HubError(
         f"Cannot {doing}: {namespace} may not create kernel repositories yet.{said}",
         remedy="The Hub approves kernel publishers: ask for it on your account's or organization's kernels page.",
@@ -215,9 +240,21 @@ def _who() -> dict[str, Any] | None:
         answer = api().whoami()
     except (HfHubHTTPError, *transport_errors()):
         return None
-    names = [answer["name"], *(org["name"] for org in answer.get("orgs", []))]
-    role = answer.get("auth", {}).get("accessToken", {}).get("role")
-    return {"name": answer["name"], "namespaces": names, "role": role}
+    organizations = answer.get("orgs", [])
+    token = answer.get("auth", {}).get("accessToken", {})
+    scoped = token.get("fineGrained", {}).get("scoped", [])
+    return {
+        "name": answer["name"],
+        "namespaces": [answer["name"], *(org["name"] for org in organizations)],
+        "only_reads": [org["name"] for org in organizations if org.get("roleInOrg") == "read"],
+        "role": token.get("role"),
+        # Where a fine-grained token may write; None for other tokens, which may wherever their owner may.
+        "writes": [
+            s.get("entity", {}).get("name") for s in scoped if "repo.write" in s.get("permissions", [])
+        ]
+        if token.get("role") == "fineGrained"
+        else None,
+    }
 
 
 def retrying(call: Callable[[], T]) -> T:
@@ -308,3 +345,62 @@ def snapshot(
             local_dir=str(into) if into is not None else None,
         )
     return Path(str(path))
+
+
+# --- offline ------------------------------------------------------------------------------------------------------
+
+
+def offline() -> bool:
+    """Whether `HF_HUB_OFFLINE` was set when this process imported the Hub's client."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _cache_folder() -> Path:
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+
+
+def remember(repo_id: str, version: int, variant: str) -> None:
+    """Note in the cache which commit a version is, for the next time without a network; what is there stays.
+
+    `kernels` downloads by commit and leaves no trace of the version that was asked for. A failure is only logged: the
+    kernel is loaded.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api().snapshot_download(
+            repo_id,
+            repo_type="kernel",
+            revision=f"v{version}",
+            allow_patterns=[f"build/{variant}/*"],
+            ignore_patterns=list(BYTECODE),
+            cache_dir=str(_cache_folder()),
+        )
+    except (HfHubHTTPError, OSError, *transport_errors()) as error:
+        logger.warning("%s will not load offline: %s", repo_id, error)
+
+
+def cached(repo_id: str, version: int) -> Path:
+    """The folder of a version that was loaded here before.
+
+    Raises:
+        HubError: It was not, or what is left of it is not whole.
+    """
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = _cache_folder() / repo_folder_name(repo_id=repo_id, repo_type="kernel")
+    note = folder / "refs" / f"v{version}"
+    remedy = f"Load version {version} once with a network; see docs/loading.md."
+    if not note.is_file():
+        raise HubError(
+            f"{repo_id} version {version} is not in the cache, and HF_HUB_OFFLINE is set.", remedy=remedy
+        )
+    found = folder / "snapshots" / note.read_text(encoding="utf-8").strip()
+    problems = inspect(found) if (found / "build").is_dir() else ["it has no build variant"]
+    if problems:
+        raise HubError(f"What the cache holds of {repo_id} is not whole: {problems[0]}.", remedy=remedy)
+    return found

@@ -19,13 +19,13 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autokernel_hf.elf import dynamic
+from autokernel_hf.elf import dynamic, gpu_code
 from autokernel_hf.errors import PackageError
 
 PYTHON_ABI = "3.9"
@@ -186,7 +186,7 @@ def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def exported_names(variant: Path) -> tuple[str, ...]:
     """`__all__` of a variant, read without importing it; empty where there is none."""
-    tree = _parse(variant / "__init__.py")
+    tree = parse_module(variant / "__init__.py")
     for node in tree.body if tree else ():
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["__all__"]:
             try:
@@ -213,7 +213,7 @@ def layer_names(variant: Path) -> tuple[str, ...]:
     if inner != (variant,):
         return tuple(name for part in inner for name in layer_names(part))
     for place in (variant / "layers.py", variant / "layers" / "__init__.py"):
-        tree = _parse(place)
+        tree = parse_module(place)
         if tree is not None:
             return tuple(
                 node.name
@@ -229,7 +229,7 @@ def domain(variant: Path) -> dict[str, tuple[str, ...]]:
     Args:
         variant: The folder that holds the kernel (`part_of`).
     """
-    tree = _parse(variant / "_ops.py")
+    tree = parse_module(variant / "_ops.py")
     for node in tree.body if tree else ():
         if (
             isinstance(node, ast.Assign)
@@ -243,7 +243,7 @@ def domain(variant: Path) -> dict[str, tuple[str, ...]]:
 
 def layer_words(variant: Path, function: str) -> dict[str, tuple[str, ...]]:
     """The words (constant strings) with which each layer of a variant calls a function, without importing it."""
-    tree = _parse(variant / "layers.py")
+    tree = parse_module(variant / "layers.py")
     found: dict[str, tuple[str, ...]] = {}
     for node in tree.body if tree else ():
         if not isinstance(node, ast.ClassDef):
@@ -272,7 +272,8 @@ def usable_layers(variant: Path, function: str) -> tuple[str, ...]:
     )
 
 
-def _parse(file: Path) -> ast.Module | None:
+def parse_module(file: Path) -> ast.Module | None:
+    """A Python file's syntax tree; None where there is no such file, or it is not Python."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -317,6 +318,11 @@ def inspect_variant(variant: Variant) -> list[str]:
     if metadata.backend.type == "cuda":
         bad = [arch for arch in metadata.backend.archs or () if _CUDA_ARCH.fullmatch(arch) is None]
         problems += [f"arch {arch!r} is not a compute capability such as 9.0 or 9.0a" for arch in bad]
+        problems += [
+            f"{library.name}: {problem}"
+            for library in variant.libraries
+            for problem in _missing_code(library, [a for a in metadata.backend.archs or () if a not in bad])
+        ]
     python_name = metadata.name.replace("-", "_")
     if not any((variant.path / p / "__init__.py").is_file() for p in ("", python_name)):
         problems.append("there is no __init__.py to import")
@@ -328,6 +334,19 @@ def inspect_variant(variant: Variant) -> list[str]:
     for library in variant.libraries:
         problems += [f"{library.name}: {problem}" for problem in abi_problems(library)]
     return problems
+
+
+def _missing_code(library: Path, archs: Sequence[str]) -> list[str]:
+    """Architectures that metadata promises and a library with GPU code has no code for."""
+    code = gpu_code(library)
+    if not (code.machine or code.ptx):
+        return []  # no fat binary: its kernels are of another kind, such as Triton's
+    there = ", ".join([*code.machine, *(f"{c} as PTX" for c in code.ptx)])
+    return [
+        f"metadata promises {arch}, but there is no code for it (there is {there})"
+        for arch in archs
+        if not code.runs(arch)
+    ]
 
 
 def _digest_problems(recorded: DigestOf, variant: Path) -> list[str]:

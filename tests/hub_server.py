@@ -136,12 +136,18 @@ class Token:
     """Whose a token is and what it allows."""
 
     user: str
-    role: str = "write"  # write | read
+    role: str = "write"  # write | read | fineGrained
     organizations: tuple[str, ...] = ()
     creates_kernels: bool = True
+    only_reads: tuple[str, ...] = ()  # organizations whose member the user is without the right to write
+    scope: tuple[str, ...] = ()  # where a fine-grained token may write
 
     def may_write(self, namespace: str) -> bool:
-        return self.role == "write" and namespace in (self.user, *self.organizations)
+        if self.role == "read" or namespace in self.only_reads:
+            return False
+        if self.role == "fineGrained" and namespace not in self.scope:
+            return False
+        return namespace in (self.user, *self.organizations)
 
     def may_read(self, namespace: str) -> bool:
         return namespace in (self.user, *self.organizations)
@@ -507,12 +513,29 @@ class _Handler(BaseHTTPRequestHandler):
         token = self._token
         if token is None:
             raise _Refused(401, "Invalid username or password.")
+        access: dict[str, Any] = {"displayName": "t", "role": token.role}
+        if token.role == "fineGrained":
+            permissions = ["repo.content.read", "repo.write"]
+            access["fineGrained"] = {
+                "global": [],
+                "scoped": [
+                    {"entity": {"type": "user", "name": name}, "permissions": permissions}
+                    for name in token.scope
+                ],
+            }
         self._json(
             {
                 "type": "user",
                 "name": token.user,
-                "orgs": [{"type": "org", "name": name} for name in token.organizations],
-                "auth": {"type": "access_token", "accessToken": {"displayName": "t", "role": token.role}},
+                "orgs": [
+                    {
+                        "type": "org",
+                        "name": name,
+                        "roleInOrg": "read" if name in token.only_reads else "write",
+                    }
+                    for name in token.organizations
+                ],
+                "auth": {"type": "access_token", "accessToken": access},
             }
         )
 
