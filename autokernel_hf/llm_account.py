@@ -70,7 +70,9 @@ class Account:
         self.run = run
         self.chat = chat
         self.least_tokens = least_tokens
-        self._counted: float | None = None  # tokens that the server counts for one that is estimated
+        # Tokens that the server counts for one that is estimated, by the longest question so far.
+        self._counted: float | None = None
+        self._longest = 0
 
     def ask(
         self,
@@ -111,8 +113,9 @@ class Account:
                 )
             )
             raise
-        if not answer.estimated:
-            self._counted = answer.prompt_tokens / max(1, estimate(messages))
+        if not answer.estimated and estimate(messages) >= self._longest:
+            self._longest = estimate(messages)
+            self._counted = answer.prompt_tokens / max(1, self._longest)
         _write(self.run, name, _transcript(messages, answer.text, answer.outcome))
         self.run.append(
             Asked.model_validate(

@@ -87,9 +87,9 @@ def read(text: str, *, parent: str, backend: str, cut_off: bool = False) -> Read
 
 def hypothesis_of(text: str) -> str:
     """The line `Hypothesis: ...` of an answer, else its first line of prose, clipped; empty where there is none."""
-    stated = re.search(r"^[\W_]*hypothesis[\W_]*:[*_ ]*(\S.*)$", text, re.IGNORECASE | re.MULTILINE)
+    stated = re.search(r"^[\W_]*hypothesis\**\s*:\**\s*(\S.*)$", text, re.IGNORECASE | re.MULTILINE)
     if stated:
-        return _clipped(stated[1].strip(" *_"))
+        return _clipped(stated[1].strip().removesuffix("**"))
     prose = re.sub(r"```.*?(```|\Z)", "", text, flags=re.DOTALL)
     prose = re.sub(r"<{5,} SEARCH.*?(>{5,} REPLACE|\Z)", "", prose, flags=re.DOTALL)
     first = next((line.strip(" #*_-") for line in prose.splitlines() if re.search(r"\w{3}", line)), "")
@@ -275,7 +275,10 @@ _C_PARTS = re.compile(
 
 
 def normalised(source: str, backend: str) -> str:
-    """The source without comments and layout: two files with the same one do the same."""
+    """The source without comments and layout: two files with the same one do the same.
+
+    The comments that name a C file's type and domain are part of what it does.
+    """
     if backend == "triton":
         try:
             return ast.dump(_without_docstrings(ast.parse(source)))
@@ -290,6 +293,8 @@ def normalised(source: str, backend: str) -> str:
             parts.append(found["text"])
         elif found["directive"]:
             parts.append("\n" + " ".join(found["directive"].replace("\\\n", " ").split()) + "\n")
+        elif found["comment"] and re.match(r"//\s*(kernel_type|supports)\s*:", found["comment"]):
+            parts.append("\n#" + " ".join(found["comment"].split()) + "\n")
         else:
             parts.append(" ")
     parts.append(source[at:])

@@ -462,7 +462,7 @@ def reasons_in(text: str, experiments: Sequence[int]) -> dict[int, str]:
     text = re.sub(r"```.*?(```|\Z)", "", re.sub(r"(?s)\A.*</think(?:ing)?>", "", text), flags=re.DOTALL)
     found: dict[int, str] = {}
     for line in text.splitlines():
-        match = re.match(r"[\s*_-]*#?(\d+)[*_ ]*[:.)-]\s*(\S.*)", line)
+        match = re.match(r"[\s*_-]*#?(\d+)[*_ ]*[:.)-][*_]*\s*(\S.*)", line)
         if match and int(match[1]) in experiments:
             found.setdefault(int(match[1]), " ".join(match[2].split())[:300])
     if not found and len(experiments) == 1:
