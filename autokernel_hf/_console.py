@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import typer
 
 from autokernel_hf.errors import AutokernelError, UsageError
+from autokernel_hf.progress import NOTE
 
 T = TypeVar("T")
 
@@ -122,6 +123,8 @@ def guarded(command: str, json: bool, debug: bool) -> Iterator[Console]:
         stream=sys.stderr,
         format="%(levelname)s %(name)s: %(message)s" if debug else "%(message)s",
     )
+    if not debug:
+        logging.getLogger("autokernel_hf").setLevel(NOTE)
     for noisy in ("urllib3", "httpx", "httpcore", "filelock", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     console = Console(json=json)

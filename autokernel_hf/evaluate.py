@@ -165,6 +165,9 @@ class Judge:
         assert self._channel is not None
         try:
             answer: tuple[Any, ...] = self._channel.recv()
+            while answer[0] == "log":
+                logger.log(answer[1], "%s", answer[2])
+                answer = self._channel.recv()
         except (EOFError, OSError):
             raise self._died() from None
         if answer[0] == "done":

@@ -33,6 +33,7 @@ from autokernel_hf.cache import cache_root
 from autokernel_hf.errors import DeviceError, UsageError
 from autokernel_hf.kernels.base import KernelType
 from autokernel_hf.known_gpus import KNOWN_GPUS, GpuSpec, known_gpu
+from autokernel_hf.progress import NOTE
 from autokernel_hf.records import DeviceInfo, Record, Workload
 
 __all__ = [
@@ -61,6 +62,7 @@ CEILINGS_MAX_AGE = timedelta(days=7)
 BUSY_MAX_AGE = timedelta(minutes=10)
 """Of ceilings that were measured while others used the processors: they are too low, if anything."""
 LOCK_TIMEOUT_S = 1800.0
+_PATIENCE_S = 2.0  # a shorter wait is not worth a word
 
 
 # --- what is here -------------------------------------------------------------------------------------------------
@@ -280,8 +282,8 @@ def _wait_for(descriptor: int, device: torch.device, timeout_s: float) -> None:
                     f"{device} is still in use by process {holder} after {timeout_s:.0f} s.",
                     remedy="Wait for that measurement, or end the process.",
                 ) from None
-            if not told:
-                log.info("waiting for %s, on which process %s is measuring", device, holder)
+            if not told and time.monotonic() - started > _PATIENCE_S:
+                log.log(NOTE, "waiting for %s, on which process %s is measuring", device, holder)
                 told = True
             time.sleep(0.05)
 

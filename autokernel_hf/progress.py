@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
+
+NOTE = 25
+"""The level of log records that a user wants to see without asking: what a long step is doing, what it waits for.
+
+Processes pass records of this level and above on to the one that started them.
+"""
+logging.addLevelName(NOTE, "NOTE")
 
 
 class Progress(Protocol):

@@ -35,6 +35,7 @@ from autokernel_hf.judge.statistics import bootstrap_median
 from autokernel_hf.models import Inputs, LoadedModel, run_pass
 from autokernel_hf.models.outputs import deviation, floating_tensors, slices
 from autokernel_hf.patch import Patch, rebound
+from autokernel_hf.progress import NOTE
 from autokernel_hf.records import (
     Interval,
     Latency,
@@ -233,6 +234,7 @@ class _Bench:
     # 2. Errors.
 
     def compare(self, accuracy: Accuracy, notes: _Notes) -> None:
+        logger.log(NOTE, "  comparing outputs with a run in higher precision")
         begin = time.monotonic()
         first = self.run_plain(self._loaded.inputs)
         slow = time.monotonic() - begin > 1.0
@@ -276,6 +278,7 @@ class _Bench:
         }
         for name in columns:
             self._timed(name, columns[name])
+        logger.log(NOTE, "  timing the plain model and the one with kernels in turn")
         begin = time.monotonic()
         until = begin + _EAGER_PART * max(0.0, deadline - begin) if compile else deadline
         with _no_garbage_collection():
@@ -289,6 +292,7 @@ class _Bench:
             with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
                 columns |= self._compiled(timing, notes)
                 if len(columns) > 2 and not timing.problem:
+                    logger.log(NOTE, "  timing %s in turn", ", ".join(columns))
                     with _no_garbage_collection():
                         while not timing.enough_rounds(time.monotonic() >= deadline):
                             self._round(columns, timing.rounds)
@@ -332,6 +336,7 @@ class _Bench:
         for suffix, mode in modes:
             off: dict[str, float] = {}
             for name, model in ((f"compile{suffix}", self._plain), (f"compile_kernels{suffix}", self._twin)):
+                logger.log(NOTE, "  compiling the column %s with torch.compile", name)
                 run = _compiled_pass(model, inputs, mode)
                 begin = time.monotonic()
                 try:

@@ -23,9 +23,12 @@ from typing import IO, Any, TypeVar
 from autokernel_hf import errors
 from autokernel_hf.errors import AutokernelError, JudgeError, last_words
 from autokernel_hf.judge.server import program
+from autokernel_hf.progress import NOTE
 from autokernel_hf.records import ModelSpec, Profile, PulledModel, Record, Site, Verification
 
 logger = logging.getLogger(__name__)
+
+_MARKS = {"autokernel_hf-note:": NOTE, "autokernel_hf-warning:": logging.WARNING}
 
 R = TypeVar("R", bound=Record)
 
@@ -118,6 +121,10 @@ def _relay(stream: IO[str], tail: list[str]) -> None:
     for line in stream:
         text = line.rstrip()
         if text:
+            mark, _, rest = text.partition(" ")
+            if mark in _MARKS:
+                logger.log(_MARKS[mark], "%s", rest)
+                continue
             tail.append(text)
             del tail[:-50]
             logger.debug("%s", text)
@@ -181,9 +188,23 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
+class _Marked(logging.Formatter):
+    """One line a record, with a mark by which the orchestrator knows those that it passes on."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = " ".join(record.getMessage().split())
+        mark = next((m for m, level in _MARKS.items() if level == record.levelno), None)
+        return f"{mark} {text}" if mark else text
+
+
 def _main(task: str, asked: str, answered: str) -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    ours = logging.getLogger("autokernel_hf")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Marked())
+    ours.addHandler(handler)
+    ours.propagate = False
     request_type, function = _TASKS[task]
     try:
         request = request_type.load(Path(asked))

@@ -166,7 +166,9 @@ class Bench:
                 block=block,
             )
             rounds.run(budget, decided)
-            rounds.check_clocks()
+            if self.device.type == "cuda" or block + 1 >= _FEWEST_BLOCKS:
+                # A few rounds on a busy machine show anything; what could be kept has more.
+                rounds.check_clocks()
         except Failed as failed:
             if rounds is not None and rounds.failed_contender == _INCUMBENT:
                 raise JudgeError(
@@ -253,13 +255,13 @@ class Bench:
                         continue
                     outputs = as_tuple(function(**args))
             except Exception as error:  # noqa: BLE001 - foreign code; a peer that cannot do it is none
-                log.warning("peer %s cannot do %s: %s", peer.name, workload.label, error)
+                log.info("peer %s cannot do %s: %s", peer.name, workload.label, error)
                 continue
             problem = checks.form_of(outputs, expected) or (
                 checks.check_values(outputs, expected, kernel_type, workload).problem
             )
             if problem and peer.name != timing.EAGER:
-                log.warning("peer %s is wrong on %s: %s", peer.name, workload.label, problem)
+                log.info("peer %s is wrong on %s: %s", peer.name, workload.label, problem)
                 continue
             found.append(timing.Local(peer.name, function, values))
         if not found or found[0].name != timing.EAGER:

@@ -48,6 +48,16 @@ def holds(domain: Domain, workload: Workload) -> bool:
     return all(workload.arg(name) in allowed for name, allowed in domain.values.items())
 
 
+def narrowed(workload: Workload, domain: Domain) -> Workload:
+    """A call that is no model's, with values that a candidate's domain allows for the arguments that it lists."""
+    changed = {n: v[0] for n, v in domain.values.items() if workload.arg(n) not in v}
+    if workload.calls or not changed or workload.dtype not in domain.dtypes:
+        return workload
+    args = tuple((name, changed.get(name, value)) for name, value in workload.args)
+    label = "/".join([workload.label, *(f"{n}={v}" for n, v in changed.items())])
+    return workload.model_copy(update={"args": args, "label": label})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """What a session judges: the timed workloads, and the dtypes that the stages run in."""

@@ -37,7 +37,7 @@ _COMPILE_ERRORS = {
 }
 _LARGEST_COPY = 256 << 20  # bytes of an output that is compared at the next call
 _TOO_MUCH = {"OutOfResources"}  # of shared memory or registers: the configuration does not fit this device
-_MEMORY_WORDS = (
+MEMORY_WORDS = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -64,6 +64,8 @@ def serve(channel: socket.socket) -> int:
             # This is the wall between a candidate and the judge: whatever it raises is a result, an exit too.
             traceback.print_exc()
             reply = {"error": classify(error), "message": describe(error)}
+            if isinstance(error, ToolMissingError):
+                reply |= {"message": error.message, "remedy": error.remedy}
         try:
             messages.send(channel, reply)
         except messages.PeerGone:
@@ -87,7 +89,7 @@ def classify(error: BaseException) -> str:
         return "incorrect"
     if isinstance(error, NotImplementedError):
         return "unsupported"
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or any(w in text for w in _MEMORY_WORDS):
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or any(w in text for w in MEMORY_WORDS):
         return "out_of_memory"
     if isinstance(error, RuntimeError) and any(w in text for w in _FORM_WORDS):
         return "incorrect"
@@ -248,11 +250,18 @@ class _Worker:
             )
 
     def do_turn(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take one turn of a round of timing."""
+        """Take one turn of a round of timing; a blank one calls the candidate once, and times nothing but the rest."""
         assert self.arena is not None and self.function is not None
         arguments = self._arguments(request["args"])
+        function = self.function
+        if request["blank"]:
+            result = function(**arguments)
+
+            def function(**_: Any) -> Any:
+                return result
+
         taken = turn.Turn(
-            self.function,
+            function,
             arguments,
             [arguments[name] for name in request["live"]],
             [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sources"]],

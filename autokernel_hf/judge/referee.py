@@ -7,10 +7,11 @@ server, and times its own peers against what they hold. Whatever a child does, t
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +23,8 @@ from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, U
 from autokernel_hf.judge import cases, timing
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.bench import Bench, Pair, untimed
-from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of
+from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of, narrowed
+from autokernel_hf.judge.child import MEMORY_WORDS
 from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.quiet import family, wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
@@ -32,6 +34,8 @@ from autokernel_hf.judge.session import Request, Settings
 from autokernel_hf.judge.stages import Passed, StageFailed, audit, room_for, run_case, warm
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
+from autokernel_hf.kernels.base import tensor_bytes
+from autokernel_hf.progress import NOTE
 from autokernel_hf.records import (
     BenchStatus,
     Candidate,
@@ -121,6 +125,7 @@ class Referee:
             dtypes=tuple(d for d in dtypes if not self.interpret or d in cases.INTERPRETER_DTYPES),
             interpret=self.interpret,
         )
+        self._wanted = self.scope.workloads
         self.bench = Bench(self.scope, settings, self.device, Seeds(settings.seed))
         self.crew: Crew | None = None
         self._server = server
@@ -157,6 +162,25 @@ class Referee:
         return max(needed)
 
     def do(self, request: Request) -> Evaluation | tuple[WorkloadResult, ...]:
+        """Do what the orchestrator asks.
+
+        Raises:
+            UsageError: The calls to be judged do not fit in memory.
+        """
+        try:
+            return self._do(request)
+        except (RuntimeError, MemoryError) as error:
+            # The referee's own: a candidate's is its verdict.
+            if not isinstance(error, MemoryError) and not any(w in str(error) for w in MEMORY_WORDS):
+                raise
+            largest = max(self.scope.workloads, key=lambda w: tensor_bytes(w))
+            raise UsageError(
+                f"{largest.label} ({largest.shape}, {largest.dtype}) does not fit in memory with its float64 oracle: "
+                f"{str(error).splitlines()[0][:200]}",
+                remedy="Judge on a smaller shape, or on a machine with more memory.",
+            ) from None
+
+    def _do(self, request: Request) -> Evaluation | tuple[WorkloadResult, ...]:
         if request.action == "measure_peers":
             return self.measure_peers()
         assert request.candidate is not None
@@ -177,6 +201,7 @@ class Referee:
         child: Child | None = None
         try:
             domain = self._domain(candidate)
+            sheet.results = tuple(untimed(w) for w in self.scope.workloads)
             with sheet.phase("start"):
                 crew = self._crew()
                 child = crew.take()
@@ -274,6 +299,8 @@ class Referee:
             domain = contract.check(candidate, self.kernel_type)
         except CandidateError as error:
             raise _Verdict("rejected", f"It breaks the candidate contract: {error}") from None
+        wanted = _distinct([narrowed(w, domain) for w in self._wanted])
+        self.scope = self.bench.scope = replace(self.scope, workloads=wanted)
         dtypes = [d for d in domain.dtypes if d in self.scope.dtypes]
         outside = [w for w in self.scope.workloads if not holds(domain, w)]
         if not dtypes:
@@ -424,8 +451,21 @@ def _distinct(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
+class _Relay(logging.Handler):
+    """Passes what a user should see on to the orchestrator."""
+
+    def __init__(self, channel: Connection) -> None:
+        super().__init__(NOTE)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # it is gone; the next answer will find out
+            self._channel.send(("log", record.levelno, record.getMessage()))
+
+
 def serve(channel: Connection, settings: Settings, server: Server | None) -> None:
     """Answer requests until the orchestrator closes the channel."""
+    logging.getLogger("autokernel_hf").addHandler(_Relay(channel))
     torch.set_grad_enabled(False)
     referee: Referee | None = None
     try:

@@ -102,7 +102,7 @@ class Process:
             # Only a builder, which runs no candidate, is believed that this machine lacks something.
             if status == "tool_missing" and isinstance(self, Builder):
                 self.end()
-                raise ToolMissingError(message)
+                raise ToolMissingError(message, remedy=str(reply.get("remedy", "")))
             if status not in get_args(BenchStatus) or status == "passed":
                 raise self._forged()
             raise Failed(cast(BenchStatus, status), _what(status, message))
@@ -237,8 +237,10 @@ class Child(Process):
         sources: Sequence[Sequence[Slot]],
         sinks: Sequence[Sequence[Slot]],
         delay_us: float,
+        *,
+        blank: bool = False,
     ) -> TurnReport:
-        """Have it take a turn of timed calls.
+        """Have it take a turn of timed calls; a blank one does all that a turn does but the timed calls.
 
         Raises:
             Failed: It crashed, hung, or reported nonsense.
@@ -250,6 +252,7 @@ class Child(Process):
             "sources": [[s.to_json() for s in call] for call in sources],
             "sinks": [[s.to_json() for s in call] for call in sinks],
             "delay_us": delay_us,
+            "blank": blank,
         }
         began = time.perf_counter_ns()
         reply = self._command(request, self.timeout_s)
