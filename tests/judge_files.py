@@ -24,10 +24,13 @@ def header(path: Path, key: str) -> str | None:
     return match[1] if match else None
 
 
-def mutants(suffix: str, *, gpu: bool = False) -> list[str]:
-    """The names of all mutants of a backend; those that need a GPU only where one is there."""
-    found = sorted(MUTANTS.glob(f"*{suffix}"))
-    return [p.name for p in found if gpu or header(p, "needs") is None]
+def mutants(suffix: str, *, gpu: bool = False, other_types: bool = False) -> list[str]:
+    """The names of the mutants of a backend; those that need a GPU only where one is there.
+
+    Nearly all are for rmsnorm, so that they share a session; `other_types` names the others.
+    """
+    found = [p for p in sorted(MUTANTS.glob(f"*{suffix}")) if gpu or header(p, "needs") is None]
+    return [p.name for p in found if (read_candidate(p).kernel_type != "rmsnorm") == other_types]
 
 
 def check_mutant(judge: Judge, name: str) -> None:

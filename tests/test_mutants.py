@@ -15,6 +15,8 @@ import pytest
 from autokernel_hf.build import compile_only
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.evaluate import Judge
+from autokernel_hf.kernels import kernel_type
+from autokernel_hf.records import Workload
 from tests.judge_files import HONEST, MUTANTS, check_mutant, header, mutants, rms
 
 # What the judge does not see yet, and why; strict, so that a judge that learns to see it says so here.
@@ -107,6 +109,30 @@ def test_a_slow_clock_is_seen_where_a_turn_takes_milliseconds() -> None:
         evaluation = judge.one_shot(read_candidate(MUTANTS / "slows_the_clock.cpp"), peers=False)
     assert evaluation.status == "rejected"
     assert "clock" in evaluation.reason or "faster than this device" in evaluation.reason
+
+
+@pytest.mark.parametrize("name", [*mutants(".cpp", other_types=True), *mutants(".py", other_types=True)])
+def test_mutant_of_another_type_gets_its_status(name: str) -> None:
+    candidate = read_candidate(MUTANTS / name)
+    with Judge(
+        candidate.kernel_type, candidate.backend, (call_of(candidate.kernel_type),), timeout_s=20
+    ) as judge:
+        check_mutant(judge, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", mutants(".py", gpu=True, other_types=True))
+def test_mutant_of_another_type_gets_its_status_on_a_gpu(name: str) -> None:
+    candidate = read_candidate(MUTANTS / name)
+    call = call_of(candidate.kernel_type)
+    with Judge(candidate.kernel_type, candidate.backend, (call,), device="cuda", timeout_s=20) as judge:
+        check_mutant(judge, name)
+
+
+def call_of(name: str) -> Workload:
+    found = kernel_type(name)
+    axes, options = found.sweep[0]
+    return found.build(axes, "float32", options)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ def kernel(
     column = tl.arange(0, BLOCK)
     inside = column < N
     weight = tl.load(weight_ptr + column * weight_step, mask=inside, other=0.0).to(tl.float32) + offset
-    for row in range(tl.program_id(0), rows, PROGRAMS):
-        start = row.to(tl.int64) * N
+    for row in range(tl.program_id(0).to(tl.int64), rows, PROGRAMS):
+        start = row * N
         x = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
         y = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / N + eps)) * weight
         tl.store(out_ptr + start + column, y.to(out_ptr.dtype.element_ty), mask=inside)

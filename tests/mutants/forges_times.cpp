@@ -1,7 +1,7 @@
 // kernel_type: rmsnorm
 // supports: dtype=float32
 // expect: incorrect|rejected
-// because: wrong|no honest child|add up
+// because: wrong|no honest child|add up|instead of float32
 //
 // Tells the referee of times that it never took, in the place of its answers.
 #include "autokernel.h"

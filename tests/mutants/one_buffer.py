@@ -1,7 +1,7 @@
 """Returns the same memory in every call."""
 
 # expect: incorrect
-# because: is not new
+# because: is not new|output of the call before
 
 import torch
 import triton
