@@ -35,7 +35,7 @@ def optimize_text(console: Console, record: Any) -> None:
                 number(t.best_us),
                 ratio(t.speedup),
                 interval(t.speedup_ci95),
-                t.status if t.status == "won" else f"{t.status}: {t.reason}",
+                f"{t.status}: {t.reason}" if t.reason else t.status,
             ]
             for t in record.targets
         ],
@@ -45,7 +45,10 @@ def optimize_text(console: Console, record: Any) -> None:
     for package in record.packages:
         console.line(f"Package {package.name}: {package.path}")
     console.line(f"{record.status}: {record.reason}" if record.reason else record.status)
-    console.line(f"Run: {record.run_dir}")
+    console.line(f"Run: {record.run_dir} (open report.html in it; results.tsv has every experiment)")
+    if record.packages:
+        package = record.packages[0]
+        console.line(f"Next: autokernel-hf publish {package.path} --repo-id YOU/{package.name}")
 
 
 def verification_text(console: Console, verification: Any) -> None:
@@ -141,9 +144,26 @@ def packages_text(console: Console, document: Any) -> None:
         )
 
 
+def compiled_text(console: Console, report: Any) -> None:
+    """What a compiler said; of C++ it says nothing of registers."""
+    said = [
+        f"{value} {name}"
+        for value, name in (
+            (report.registers, "registers"),
+            (report.spill_bytes, "bytes spilled"),
+            (report.shared_bytes, "bytes shared"),
+        )
+        if value is not None
+    ]
+    console.line(f"{report.arch}: {', '.join([*said, f'compiled in {report.seconds:.1f} s'])}")
+
+
 def published_text(console: Console, published: Any) -> None:
     for file in published.files:
         console.line(file)
+    if published.revision is None:
+        console.line(f"Dry run: nothing was uploaded to {published.url} (v{published.version}).")
+        return
     state = "loaded back" if published.loaded else "not loaded back"
     console.line(f"{published.url} v{published.version} ({state})")
 

@@ -303,10 +303,7 @@ def compile(
         report = compile_only(read_candidate(file), arch)
         console.result(
             report,
-            lambda c, r: c.line(
-                f"{r.arch}: {render.known(r.registers)} registers, {render.known(r.spill_bytes)} bytes spilled, "
-                f"{render.known(r.shared_bytes)} bytes shared, {r.seconds:.1f} s"
-            ),
+            render.compiled_text,
         )
 
 
@@ -428,7 +425,7 @@ def publish(
     with guarded("publish", json, debug) as console:
         from autokernel_hf import hub
 
-        console.stage(f"Publishing {package} to {repo_id}")
+        console.stage(f"{'Looking at' if dry_run else 'Publishing'} {package} for {repo_id}")
         published = hub.publish(
             package, repo_id, private=private, dry_run=dry_run, message=message, version=version
         )

@@ -75,7 +75,7 @@ def draw_progress(run: Run, path: Path) -> Path | None:
             [y for _, y, kept in points if kept],
             drawstyle="steps-post",
             marker="o",
-            label=f"{name}, kept",
+            label=f"{name}, kept" if any(kept for _, _, kept in points) else f"{name}, none kept",
         )
         axes.scatter(
             [x for x, _, kept in points if not kept],
@@ -86,6 +86,7 @@ def draw_progress(run: Run, path: Path) -> Path | None:
         )
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("experiment")
+    axes.xaxis.set_major_locator(pyplot.MaxNLocator(integer=True))
     axes.set_ylabel("speed-up against the model's own code")
     profile = run.profile()
     if profile is not None:

@@ -53,8 +53,13 @@ else:
     )
 print(f"loaded {kernel.__name__}: {', '.join(kernel.__all__)}")
 
+plain = {name: module.forward.__func__ for name, module in model.named_modules()}
 with use_kernel_mapping({arguments.layer: {device: layer}}, inherit_mapping=False):
     model = kernelize(model, mode=Mode.INFERENCE, device=device)
+replaced = [name for name, module in model.named_modules() if module.forward.__func__ is not plain[name]]
+if not replaced:
+    raise SystemExit(f"Nothing was replaced: this model has no layer that is known as {arguments.layer}.")
+print(f"replaced {len(replaced)} layers: {', '.join(replaced)}")
 with torch.inference_mode():
     after = model(tokens).logits
 print(f"largest difference of the logits: {(after - before).abs().max().item():.3g}")
