@@ -175,6 +175,8 @@ def check_text(console: Console, report: Any) -> None:
     )
     for problem in report.problems:
         console.line(f"problem: {problem}")
+    for note in report.notes:
+        console.line(f"note: {note}")
 
 
 def tune_text(console: Console, document: Any) -> None:
@@ -185,7 +187,29 @@ def tune_text(console: Console, document: Any) -> None:
             for c in document.configs
         ],
     )
-    console.line(f"Best on {document.device}: {ratio(document.speedup)} over the package's own configuration")
+    if not document.shapes:
+        console.line(f"Nothing was faster on {document.device} than the package's own configuration.")
+        return
+    console.table(
+        ["shape", "dtype", "constants that change", "speed-up (95 %)"],
+        [
+            [
+                s.shape,
+                s.dtype,
+                ", ".join(f"{k}={v}" for k, v in s.values.items()),
+                f"{ratio(s.speedup)} ({s.ci95[0]:.2f}-{s.ci95[1]:.2f})",
+            ]
+            for s in document.shapes
+        ],
+    )
+    console.line(
+        f"On {document.device}, over the package's own configuration, all shapes: {ratio(document.speedup)}"
+    )
+    console.line(
+        f"{document.package} holds it: publish that, or use it from there."
+        if document.package
+        else "With --out FOLDER, the package is written with it."
+    )
 
 
 def gpus_text(console: Console, document: Any) -> None:

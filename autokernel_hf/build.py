@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,13 +49,20 @@ _CACHE_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.EN
 DEFAULT_CUDA_ARCHS = ("9.0a",)
 
 
-def build(candidate: Candidate, *, archs: tuple[str, ...] = (), device: str = "cpu") -> Built:
+def build(
+    candidate: Candidate,
+    *,
+    archs: tuple[str, ...] = (),
+    device: str = "cpu",
+    configs: Sequence[Mapping[str, object]] = (),
+) -> Built:
     """The package variant of a candidate, from the cache or made now.
 
     Args:
         archs: CUDA architectures of the binary, as the Kernel Hub writes them: 8.0, 9.0a, 9.0+PTX. Empty: that of
             the GPU here where `device` is one, else 9.0a.
         device: Where it is to run: cpu, cuda, cuda:1.
+        configs: Other values for a Triton kernel's constants, by device and shape (`kernels/_configs.py`).
 
     Raises:
         CandidateError: The file breaks the candidate contract.
@@ -64,7 +71,7 @@ def build(candidate: Candidate, *, archs: tuple[str, ...] = (), device: str = "c
         UsageError: There is no such kernel type.
     """
     started = time.monotonic()
-    recipe = _recipe(candidate, archs, device)
+    recipe = _recipe(candidate, archs, device, configs)
     folder = cache_root() / "builds" / recipe.id
     try:
         cached = folder_once(folder, lambda temporary: _make(recipe, temporary))
@@ -268,7 +275,12 @@ class Recipe:
     job: Job | None  # for compiled backends
 
 
-def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe:
+def _recipe(
+    candidate: Candidate,
+    archs: tuple[str, ...],
+    device: str,
+    configs: Sequence[Mapping[str, object]] = (),
+) -> Recipe:
     type_ = find_type(candidate.kernel_type)
     domain = contract.check(candidate, type_)
     layers = layers_source(type_.name)
@@ -282,6 +294,7 @@ def _recipe(candidate: Candidate, archs: tuple[str, ...], device: str) -> Recipe
     if candidate.backend == "triton":
         name, archs = "torch-cuda", ()
         templates["op.py"] = candidate.source
+        templates |= variant.config_files(type_, configs)
         more: tuple[str, ...] = ()
     else:
         if candidate.backend == "cpp":
@@ -360,9 +373,8 @@ def _make(recipe: Recipe, folder: Path) -> None:
         (made / file).write_text(text, encoding="utf-8")
     resources = Resources()
     if recipe.job is not None:
-        work = folder / "work"
-        work.mkdir()
-        resources = native.compile_library(recipe.job, work)
-        (work / f"{recipe.id}.abi3.so").rename(made / f"{recipe.id}.abi3.so")
-        shutil.rmtree(work)
+        with native.workplace(recipe.job, folder) as work:
+            resources = native.compile_library(recipe.job, work)
+            shutil.copyfile(work / f"{recipe.id}.abi3.so", made / f"{recipe.id}.abi3.so")
+            (made / f"{recipe.id}.abi3.so").chmod(0o755)
     resources.save(folder / _RESOURCES)

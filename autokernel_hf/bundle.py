@@ -325,7 +325,14 @@ def _write_sources(part: Part, folder: Path, name: str, version: int, license: s
     """
     kind = part.candidate.kernel_type
     own = f"{name}-{kind.replace('_', '-')}"
-    files = source_files(part.candidate, name=own, version=version, license=license, archs=part.built.archs)
+    files = source_files(
+        part.candidate,
+        name=own,
+        version=version,
+        license=license,
+        archs=part.built.archs,
+        configs=packages.configs(Path(part.built.path)),
+    )
     for path, text in files.items():
         shared = path.startswith(_SHARED_FOLDERS)
         write_atomically(folder / path if shared else folder / "sources" / kind / path, text)

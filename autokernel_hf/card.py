@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -364,7 +364,8 @@ def _interpreter_only() -> str:
 
 def _built_how(facts: Facts, variants: Sequence[packages.Variant]) -> str:
     if facts.candidate.backend == "triton":
-        return "A Triton kernel has nothing compiled in it: the variants hold the source as it was judged."
+        text = "A Triton kernel has nothing compiled in it: the variants hold the source as it was judged."
+        return text + _tuned(packages.configs(variants[0].path))
     ids = {v.metadata.id for v in variants}
     if facts.builts[0].id in ids and facts.evaluation is not None:
         relation = " What is here is, byte for byte, what was judged."
@@ -377,6 +378,19 @@ def _built_how(facts: Facts, variants: Sequence[packages.Variant]) -> str:
         f"of version 2.11; `kernel-abi-check` finds them clean for Python {packages.PYTHON_ABI} and "
         f"{packages.MANYLINUX}.{relation}"
     )
+
+
+def _tuned(entries: Sequence[Mapping[str, object]]) -> str:
+    """For which devices `configs.json` has other constants than the source."""
+    devices = dict.fromkeys(str(entry["device"]) for entry in entries)
+    told = []
+    for device in devices:
+        own = [entry for entry in entries if entry["device"] == device]
+        shapes = sum("shapes" in entry for entry in own)
+        parts = [f"{shapes} shape{'s' if shapes != 1 else ''}"] if shapes else []
+        parts += ["all other shapes"] if shapes < len(own) else []
+        told.append(f"{device} ({' and '.join(parts)})")
+    return f" Its constants are other ones, by `configs.json`, on {'; '.join(told)}." if told else ""
 
 
 # --- what it does -------------------------------------------------------------------------------------------------

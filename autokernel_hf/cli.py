@@ -470,6 +470,9 @@ def tune(
     trust_remote_code: TrustRemoteCode = False,
     device: Device = "auto",
     max_experiments: Annotated[int, typer.Option(min=2, help="Configurations to try.")] = 12,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the package with the better configuration into this folder.")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -485,6 +488,7 @@ def tune(
             trust_remote_code=trust_remote_code,
             device=device,
             max_experiments=max_experiments,
+            out=out,
             progress=console,
         )
         console.result(document, render.tune_text)

@@ -122,7 +122,12 @@ def stage(
                 _copy_variant(one, temporary / "build" / variant, name, version, license, backend)
         archs = tuple(dict.fromkeys(arch for one in builts for arch in one.archs))
         for path, text in source_files(
-            candidate, name=name, version=version, license=license, archs=archs
+            candidate,
+            name=name,
+            version=version,
+            license=license,
+            archs=archs,
+            configs=packages.configs(Path(builts[0].path)),
         ).items():
             write_atomically(temporary / path, text)
         refuse_unfit(temporary, name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autokernel_hf.errors import HubError, UsageError
-from autokernel_hf.packages import BYTECODE, inspect, is_name
+from autokernel_hf.packages import BYTECODE, altered_files, is_name
 from autokernel_hf.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -392,15 +392,15 @@ def cached(repo_id: str, version: int) -> Path:
     """
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = _cache_folder() / repo_folder_name(repo_id=repo_id, repo_type="kernel")
+    folder = _cache_folder() / str(repo_folder_name(repo_id=repo_id, repo_type="kernel"))
     note = folder / "refs" / f"v{version}"
     remedy = f"Load version {version} once with a network; see docs/loading.md."
     if not note.is_file():
         raise HubError(
             f"{repo_id} version {version} is not in the cache, and HF_HUB_OFFLINE is set.", remedy=remedy
         )
-    found = folder / "snapshots" / note.read_text(encoding="utf-8").strip()
-    problems = inspect(found) if (found / "build").is_dir() else ["it has no build variant"]
+    found: Path = folder / "snapshots" / note.read_text(encoding="utf-8").strip()
+    problems = altered_files(found) if (found / "build").is_dir() else ["it has no build variant"]
     if problems:
         raise HubError(f"What the cache holds of {repo_id} is not whole: {problems[0]}.", remedy=remedy)
     return found

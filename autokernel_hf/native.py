@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +43,10 @@ _LIBRARY_FLAGS = ("-fPIC", "-fno-gnu-unique")
 _DISK_FULL = re.compile(
     r"^(?!kernel\.(?:cpp|cu)[:(]|\s*\d*\s*\|).*(No space left on device|Disk quota exceeded)", re.MULTILINE
 )
+# nvcc's line tables hold the time at which a source was written; 1980 is as good as any.
+_SOURCE_TIME = 315532800
+# By a name that is the same on every machine, wherever the folder is.
+_CUDA_INCLUDE = "--pre-include parts/prelude.h -Iparts"
 _BINDING_FLAGS = ("-O2", "-std=c++20", "-fvisibility=hidden", *_LIBRARY_FLAGS)
 
 
@@ -65,7 +73,7 @@ def ingredients(backend: str) -> tuple[str, ...]:
     flags = [*_LIBRARY_FLAGS, *_BINDING_FLAGS]
     if backend == "cuda":
         compilers.append(toolchain.nvcc().version)
-        flags += _cuda_flags()
+        flags += [*_cuda_flags(), _CUDA_INCLUDE, str(_SOURCE_TIME)]
     else:
         flags += CPP_FLAGS
     sources = (binding.RUNTIME.read_text(encoding="utf-8"), binding.MODULE_SOURCE, binding.PRELUDE_SOURCE)
@@ -86,6 +94,42 @@ def compile_library(job: Job, work: Path) -> Resources:
     return toolchain.largest(toolchain.ptxas_uses(output))
 
 
+@contextmanager
+def workplace(job: Job, beside: Path) -> Iterator[Path]:
+    """An empty folder to compile in; for CUDA one whose path is the same on every machine.
+
+    nvcc puts a hash of the source's real path into the names of what stands in a namespace without a name, and so into
+    the binary: in a folder of its own name the same candidate would give other bytes each time.
+
+    Args:
+        beside: Where the folder is made otherwise.
+    """
+    place = beside / "work"
+    if job.candidate.backend == "cuda":
+        fixed = Path("/tmp") / f"autokernel_hf-{job.id}"  # noqa: S108 - made for this user alone, or not used
+        try:
+            if (
+                fixed.stat().st_uid == os.getuid()
+                and time.time() - fixed.stat().st_mtime > 2 * COMPILE_TIMEOUT_S
+            ):
+                shutil.rmtree(fixed)  # left by a process that was killed
+        except FileNotFoundError:
+            pass
+        try:
+            fixed.mkdir(mode=0o700)
+            place = fixed
+        except FileExistsError:
+            log.warning(
+                "%s is in use: this build is right, but another build of it may give other bytes.", fixed
+            )
+    if place.parent == beside:
+        place.mkdir()
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def compile_objects(job: Job, work: Path, more: Sequence[Edge] = ()) -> str:
     """Compile the candidate, and go on with `more`; return what the compilers printed.
 
@@ -98,6 +142,8 @@ def compile_objects(job: Job, work: Path, more: Sequence[Edge] = ()) -> str:
     file_name = f"kernel{suffix}"
     (work / file_name).write_text(job.candidate.source, encoding="utf-8")
     (work / f"unit{suffix}").write_text(_unit(job.type, file_name), encoding="utf-8")
+    for file in (file_name, f"unit{suffix}"):
+        os.utime(work / file, (_SOURCE_TIME, _SOURCE_TIME))
     edges = list(_cpp_edges(job, parts) if backend == "cpp" else _cuda_edges(job, parts, work))
     status, output = _ninja(work, [*edges, *more])
     if status != 0:
@@ -231,14 +277,14 @@ def _cpp_edges(job: Job, parts: Path) -> Iterator[Edge]:
 def _cuda_edges(job: Job, parts: Path, work: Path) -> Iterator[Edge]:
     host = toolchain.gxx()
     (work / "toolkit").symlink_to(toolchain.cuda_home())
+    (work / "parts").symlink_to(parts.absolute())
     flags = " ".join((*_cuda_flags(), *map(_gencode, job.archs), "-Xptxas -v"))
-    host_flags = ",".join(("-fvisibility=hidden", *_LIBRARY_FLAGS, *_unnamed(parts).split()))
+    host_flags = ",".join(("-fvisibility=hidden", *_LIBRARY_FLAGS, *_unnamed(Path("parts")).split()))
     yield Edge(
         output="cuda.o",
         inputs=("unit.cu",),
         command=f"toolkit/bin/nvcc {flags} -ccbin {shlex.quote(host.path)} -w -Xcompiler {host_flags}"
-        f" --pre-include {shlex.quote(str(parts / 'prelude.h'))} -I{shlex.quote(str(parts))}"
-        " -c /proc/self/cwd/unit.cu -o cuda.o",
+        f" {_CUDA_INCLUDE} -c /proc/self/cwd/unit.cu -o cuda.o",
     )
     yield Edge(
         output="closed",

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -272,6 +273,22 @@ def usable_layers(variant: Path, function: str) -> tuple[str, ...]:
     )
 
 
+def configs(variant: Path) -> list[dict[str, Any]]:
+    """The entries of a variant's `configs.json`: other values of constants, by device and shape; empty without one.
+
+    Raises:
+        PackageError: It is there and cannot be read.
+    """
+    file = variant / "configs.json"
+    if not file.exists():
+        return []
+    try:
+        entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["configs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PackageError(f"{variant.name}/configs.json cannot be read ({error}).") from error
+    return entries
+
+
 def parse_module(file: Path) -> ast.Module | None:
     """A Python file's syntax tree; None where there is no such file, or it is not Python."""
     try:
@@ -346,6 +363,16 @@ def _missing_code(library: Path, archs: Sequence[str]) -> list[str]:
         f"metadata promises {arch}, but there is no code for it (there is {there})"
         for arch in archs
         if not code.runs(arch)
+    ]
+
+
+def altered_files(package: Path) -> list[str]:
+    """Files of a package that are not what its digests say, or are missing; of variants without a digest, nothing."""
+    return [
+        f"{variant.name}: {problem}"
+        for variant in read_variants(package)
+        if variant.metadata.digest is not None
+        for problem in _digest_problems(variant.metadata.digest, variant.path)
     ]
 
 

@@ -16,7 +16,7 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from autokernel_hf import binding, contract, variant
@@ -32,9 +32,18 @@ _MAX_CASES = 6
 
 
 def source_files(
-    candidate: Candidate, *, name: str, version: int, license: str, archs: Sequence[str]
+    candidate: Candidate,
+    *,
+    name: str,
+    version: int,
+    license: str,
+    archs: Sequence[str],
+    configs: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, str]:
     """All source files of a package by path.
+
+    Args:
+        configs: Entries of a Triton kernel's `configs.json`.
 
     Raises:
         CandidateError: The candidate breaks the contract.
@@ -48,7 +57,11 @@ def source_files(
             kernel_type, domain, candidate.backend
         ),
     }
-    files |= _torch_ext(candidate, kernel_type, domain, name.replace("-", "_"))
+    package = name.replace("-", "_")
+    files |= _torch_ext(candidate, kernel_type, domain, package)
+    if candidate.backend == "triton":
+        tuned = variant.config_files(kernel_type, configs)
+        files |= {f"torch-ext/{package}/{path}": text for path, text in tuned.items()}
     if candidate.backend != "triton":
         files |= {f"src/{path}": text for path, text in _native(candidate, kernel_type).items()}
     return files
@@ -71,7 +84,7 @@ def build_toml(candidate: Candidate, *, name: str, version: int, license: str, a
         "",
     ]
     if candidate.backend == "triton":
-        lines += ["[torch-noarch]", 'pyext = ["py"]']
+        lines += ["[torch-noarch]", 'pyext = ["py", "json"]']
         return "\n".join(lines) + "\n"
     device = "cuda" if cuda else "cpu"
     common = ["binding.cpp", "binding.h", "module.cpp", "autokernel.h"]

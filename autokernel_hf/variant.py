@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from autokernel_hf.binding import NO_GRAD, default_code, fit, is_dimension, shape_legend
 from autokernel_hf.kernels.base import REQUIRED, Dims, KernelType, Output, Reduced
@@ -58,6 +59,22 @@ def init_source(kernel_type: KernelType, layers: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+CONFIGS_RUNTIME = Path(__file__).parent / "kernels" / "_configs.py"
+
+
+def config_files(kernel_type: KernelType, configs: Sequence[Mapping[str, object]] = ()) -> dict[str, str]:
+    """`configs.json` of a Triton variant, and `configs.py`, which reads it.
+
+    Args:
+        configs: Entries, as `configs.py` describes them.
+    """
+    data = {"rows": kernel_type.merges_rows, "configs": list(configs)}
+    return {
+        "configs.py": CONFIGS_RUNTIME.read_text(encoding="utf-8"),
+        "configs.json": json.dumps(data, indent=2) + "\n",
+    }
+
+
 def attention_hooks(layers: str) -> list[str]:
     """What of a `layers.py` transformers looks for in the package itself, to take it as `attn_implementation`."""
     return sorted(_ATTENTION_HOOKS & _defined(layers))
@@ -90,7 +107,7 @@ def ops_source(kernel_type: KernelType, backend: Backend, domain: Domain) -> str
 def _head(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
     name = kernel_type.name
     if backend == "triton":
-        source = "from .op import kernel_fn as _kernel"
+        source = "from .configs import selector as _selector\nfrom .op import kernel_fn as _kernel"
     else:
         source = f"from . import {ID} as _extension  # noqa: F401  (its import registers the operators)"
     lines = [
@@ -107,6 +124,8 @@ def _head(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
         '_library = torch.library.Library(_NAMESPACE, "FRAGMENT")',
         f"_DTYPES = frozenset(({', '.join(f'torch.{d}' for d in domain.dtypes)},))",
     ]
+    if backend == "triton":
+        lines.append("_select = _selector(_kernel)  # None where configs.json says nothing")
     for arg in kernel_type.schema.args:
         if arg.type == "str":
             codes = kernel_type.codes[arg.name]
@@ -186,10 +205,11 @@ def _check_shapes({tensors}):
 
 def _run({parameters}):
     _check_shapes({tensors})
-{dims}    if {first}.is_cuda and {first}.device.index != torch.cuda.current_device():
+{dims}    kernel = _kernel if _select is None else _select({tensors})
+    if {first}.is_cuda and {first}.device.index != torch.cuda.current_device():
         with torch.cuda.device({first}.device):
-            return _kernel({names})
-    return _kernel({names})
+            return kernel({names})
+    return kernel({names})
 
 
 @torch.library.custom_op(
