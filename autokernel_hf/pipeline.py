@@ -137,11 +137,16 @@ def _check_names(settings: RunSettings) -> None:
 
 @contextmanager
 def _interruptible(run: Run) -> Iterator[None]:
-    """An interrupt says which run can be resumed."""
+    """An interrupt, and a language model that cannot be asked, say which run can be resumed."""
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(str(run.path)) from None
+    except LanguageModelError as error:
+        raise LanguageModelError(
+            error.message,
+            remedy=f"{error.remedy} Then go on with: autokernel-hf optimize --resume {run.path}",
+        ) from error
 
 
 # --- the stages ---------------------------------------------------------------------------------------------------
