@@ -27,6 +27,7 @@ from autokernel_hf.hub_client import (
     check_repo_id,
     friendly,
     is_repo_id,
+    need_kernel_uploads,
     newest_version,
     offline,
     refuse_broken_telemetry,
@@ -103,6 +104,7 @@ def publish(
         return Published(
             repo_id=repo_id, url=url, version=wanted, revision=None, files=plan.files, loaded=False
         )
+    need_kernel_uploads()
     token()
     client = api()
     branch = f"v{wanted}"

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # With one of these set, kernels 0.17 sends a User-Agent that no HTTP client accepts, and every call to a Hub fails.
 TELEMETRY_VARIABLES = ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK")
+# Before, the client's commits take models, datasets and spaces only.
+UPLOADS_SINCE = (2, 3)
 RETRIES = 3
 FIRST_DELAY_S = 1.0
 
@@ -76,6 +78,22 @@ def token() -> str:
             "There is no Hub token.", remedy="Run `hf auth login`, or set HF_TOKEN to a token that may write."
         )
     return str(found)
+
+
+def need_kernel_uploads() -> None:
+    """Say at once that this client cannot write to kernel repositories, where it only reads them.
+
+    Raises:
+        HubError: huggingface_hub is older than 2.3.
+    """
+    from huggingface_hub import __version__ as version
+
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < UPLOADS_SINCE:
+        raise HubError(
+            f"huggingface_hub {version} reads kernel repositories and cannot write to them.",
+            remedy='Install a newer one: pip install -U "huggingface_hub>=2.3".',
+        )
 
 
 def is_true(value: str | None) -> bool:

@@ -249,3 +249,14 @@ def test_a_fine_grained_token_that_may_write_there_publishes(
     monkeypatch.setenv("HF_TOKEN", "hf_fine")
     hub_module.publish(hand_made(tmp_path / "p"), "acme/tiny-norm")
     assert "build/torch-cpu/_ops.py" in hub.kernel("acme/tiny-norm").files("v1")
+
+
+def test_a_client_that_cannot_write_to_kernel_repositories_is_told_at_once(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "__version__", "2.2.0")
+    with pytest.raises(HubError, match=r"huggingface_hub 2\.2\.0 reads kernel repositories.*>=2\.3"):
+        hub_module.publish(hand_made(tmp_path / "p"), "acme/tiny-norm")
+    assert hub.requests == []
