@@ -13,7 +13,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -99,6 +100,8 @@ class _Dialect:
     """What a server was found to want; kept for all later questions."""
 
     stream: bool = False  # a gateway cut a long answer off: have it in pieces
+    no_stream: bool = False  # it was asked to, and sent none
+    no_stream_options: bool = False  # it cannot be asked to count the tokens of a stream
     no_temperature: bool = False
     completion_limit: bool = False  # max_completion_tokens instead of max_tokens
     most_tokens: int | None = None  # the largest answer that it allows
@@ -236,10 +239,10 @@ class Chat:
         if not dialect.no_temperature:
             arguments["temperature"] = temperature
         try:
-            if dialect.stream:
-                return self._streamed(messages, arguments)
-            said = self._client.chat_completion(list(messages), **arguments)
-            return _answer(said, messages)
+            with self._offline_but_for_own():
+                if dialect.stream and not dialect.no_stream:
+                    return self._streamed(messages, arguments)
+                return _answer(self._client.chat_completion(list(messages), **arguments), messages)
         except OfflineModeIsEnabled as error:
             raise _Failure(
                 "fatal", "HF_HUB_OFFLINE is set", remedy="Unset it, or use --proposer playbook."
@@ -270,15 +273,18 @@ class Chat:
         pieces: list[str] = []
         finish: str | None = None
         usage: Any = None
-        stream = self._client.chat_completion(
-            list(messages), stream=True, stream_options={"include_usage": True}, **arguments
-        )
-        for chunk in stream:
+        chunk = None
+        if not self._dialect.no_stream_options:
+            arguments = {**arguments, "stream_options": {"include_usage": True}}
+        for chunk in self._client.chat_completion(list(messages), stream=True, **arguments):
             usage = chunk.usage or usage
             for choice in chunk.choices or ():
                 if choice.delta is not None and choice.delta.content:
                     pieces.append(choice.delta.content)
                 finish = choice.finish_reason or finish
+        if chunk is None:
+            self._dialect.no_stream = True
+            raise _Failure("passing", "it sent no stream")
         return _finished("".join(pieces), finish or "length", None, usage, messages)
 
     def _refusal(self, error: Any) -> _Failure:
@@ -312,7 +318,9 @@ class Chat:
     def _adapt(self, words: str) -> _Failure | None:
         """A server that names a parameter it does not take is asked again without it."""
         dialect, text = self._dialect, words.lower()
-        if "max_completion_tokens" in text and not dialect.completion_limit:
+        if "stream_options" in text and not dialect.no_stream_options:
+            dialect.no_stream_options = True
+        elif "max_completion_tokens" in text and not dialect.completion_limit:
             dialect.completion_limit = True
         elif "temperature" in text and not dialect.no_temperature:
             dialect.no_temperature = True
@@ -327,6 +335,22 @@ class Chat:
         if self.base_url is None:
             return "Use a Hub token that may call Inference Providers (HF_TOKEN, or `hf auth login`)."
         return f"Set {KEY_VARIABLE} to a key of that server."
+
+    @contextmanager
+    def _offline_but_for_own(self) -> Iterator[None]:
+        """HF_HUB_OFFLINE is about the Hub: a server that the user named and that is not Hugging Face's is asked all the same.
+
+        huggingface_hub's session refuses every address while the flag is up, so it is down for the request.
+        """
+        from huggingface_hub import constants
+
+        offline = constants.HF_HUB_OFFLINE
+        if self.base_url is not None and not _is_hugging_faces(self.base_url):
+            constants.HF_HUB_OFFLINE = False
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = offline
 
     # Before a run -------------------------------------------------------------------------------------------------------
 
@@ -345,7 +369,8 @@ class Chat:
             key = _key_for(self.base_url)
             headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            response = get_session().get(url, headers=headers, timeout=min(30.0, self.patience.timeout_s))
+            with self._offline_but_for_own():
+                response = get_session().get(url, headers=headers, timeout=min(30.0, self.patience.timeout_s))
         except transport_errors() as error:
             raise LanguageModelError(
                 f"{self.where} cannot be reached ({_line(str(error)) or type(error).__name__}).",
@@ -455,7 +480,11 @@ def _answer(said: Any, messages: Sequence[Message]) -> Answer:
 
 def _finished(text: str, finish: str | None, refusal: Any, usage: Any, messages: Sequence[Message]) -> Answer:
     outcome: Literal["answered", "cut_off", "empty", "refused"] = "answered"
-    if refusal or finish == "content_filter" or (_REFUSALS.match(text.strip()) and "```" not in text):
+    if (
+        refusal
+        or finish == "content_filter"
+        or (_REFUSALS.match(text.strip()) and "```" not in text and "<<<<<" not in text)
+    ):
         outcome = "refused"
     elif finish == "length":
         outcome = "cut_off"
@@ -567,12 +596,16 @@ def _key_for(base_url: str) -> str | None:
     own = os.environ.get(KEY_VARIABLE)
     if own:
         return own
-    host = (urlsplit(base_url).hostname or "").lower()
-    if any(host == h or host.endswith(f".{h}") for h in _HUGGING_FACE):
+    if _is_hugging_faces(base_url):
         from huggingface_hub import get_token
 
         token: str | None = get_token()
         return token
-    if host == "api.openai.com":
+    if urlsplit(base_url).hostname == "api.openai.com":
         return os.environ.get("OPENAI_API_KEY")
     return None
+
+
+def _is_hugging_faces(base_url: str) -> bool:
+    host = (urlsplit(base_url).hostname or "").lower()
+    return any(host == h or host.endswith(f".{h}") for h in _HUGGING_FACE)

@@ -6,6 +6,7 @@ can read. What was spent is always read from the ledger, so that a resumed run h
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +23,20 @@ from autokernel_hf.llm import (
     estimate,
     prices_in,
 )
+from autokernel_hf.progress import NOTE
 from autokernel_hf.records import Record, write_atomically
 from autokernel_hf.runs import Asked, Run
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "llm"
+_DOING = {
+    "propose": "what to try",
+    "repair": "a repair",
+    "again": "once more, since that could not be used",
+    "reflect": "what is to be learned",
+    "price": "what it costs",
+}
 
 
 class ListedPrices(Record):
@@ -98,6 +109,7 @@ class Account:
         name = f"{FOLDER}/{number:05d}-{purpose}.md"
         entry = {"target": target, "model": self.chat.model, "purpose": purpose, "temperature": temperature}
         started = time.monotonic()
+        logger.log(NOTE, "  asking %s: %s%s", self.chat.model, _DOING[purpose], f" ({note})" if note else "")
         try:
             answer = self.chat.ask(messages, max_tokens=max_tokens, temperature=temperature)
         except (LanguageModelError, UnavailableError, ContextFullError) as error:

@@ -102,6 +102,7 @@ class LanguageModel:
         self._account = Account(run, chat)
         self._handed: Counter[str] = Counter()
         self._sources: dict[str, str] = {}
+        self._forms: dict[str, str] = {}
 
     def propose(self, context: Context, n: int) -> list[Proposal]:
         """At most n proposals that were not tried before.
@@ -122,7 +123,7 @@ class LanguageModel:
             except LanguageModelError as error:
                 if not spent_by(self.run).answers:
                     raise
-                self._end(context, str(error))
+                self._end(context, error.message)
         if not waiting:
             waiting = self._playbook.propose(context, n)
         if not waiting:
@@ -177,6 +178,7 @@ class LanguageModel:
         proposals: list[Proposal] = []
         unusable: list[str] = []
         outage = False
+        ended: BudgetSpentError | LanguageModelError | None = None
         temperatures = self.rules.temperatures[: max(1, context.remaining)]
         for index, temperature in enumerate(temperatures):
             proposed = [p.rationale for p in proposals]
@@ -188,19 +190,22 @@ class LanguageModel:
                 reading = self._candidate(context, "propose", build, context.incumbent.source, temperature)
             except UnavailableError as error:
                 self._fatal_if_first(error)
-                unusable.append(str(error))
+                unusable.append(error.message)
                 outage = True
                 break
             except ContextFullError as error:
                 self._fatal_if_first(error)
-                unusable.append(str(error))
+                unusable.append(error.message)
                 break
-            except BudgetSpentError:
-                if not proposals:
-                    raise
+            except (BudgetSpentError, LanguageModelError) as error:
+                # What was proposed before has been paid for; the next question meets the same end.
+                ended = error
                 break
             self._take(context, reading, proposals, unusable, tags=("llm",))
-        self._close(context, "propose", proposals, unusable)
+        if proposals or unusable:
+            self._close(context, "propose", proposals, unusable)
+        if ended is not None and not proposals:
+            raise ended
         return proposals, outage
 
     def _repairs(self, context: Context, own: Sequence[Experiment]) -> list[Proposal]:
@@ -228,7 +233,7 @@ class LanguageModel:
             try:
                 reading = self._candidate(context, "repair", build, source, 0.2)
             except (UnavailableError, ContextFullError) as error:
-                unusable.append(str(error))
+                unusable.append(error.message)
                 continue
             except BudgetSpentError as error:
                 unusable.append(str(error))
@@ -254,7 +259,7 @@ class LanguageModel:
         backend = context.incumbent.backend
         form = normalised(reading.source, backend)
         for attempt in context.attempts:
-            if attempt.backend == backend and normalised(self._source(attempt), backend) == form:
+            if attempt.backend == backend and self._form(attempt) == form:
                 unusable.append(
                     f"repeats #{attempt.experiment} ({attempt.decision}, {attempt.evaluation.status})"
                 )
@@ -416,9 +421,11 @@ class LanguageModel:
         limit = self._answer_tokens * (2 if cut_off else 1)
         try:
             answer = self._account.ask("again", target, messages, limit, temperature)
-        except ContextFullError:
+        except (ContextFullError, BudgetSpentError):
             return reading
         second = self._read(context, answer, parent)
+        if cut_off and second.fault != "cut_off" and answer.completion_tokens > self._answer_tokens:
+            self._answer_tokens = limit  # a model that thinks long needs it every time
         return replace(second, hypothesis=second.hypothesis or reading.hypothesis)
 
     def _read(self, context: Context, answer: Answer, parent: str) -> Reading:
@@ -449,6 +456,11 @@ class LanguageModel:
         if attempt.digest not in self._sources:
             self._sources[attempt.digest] = self.run.source(attempt).source
         return self._sources[attempt.digest]
+
+    def _form(self, attempt: Experiment) -> str:
+        if attempt.digest not in self._forms:
+            self._forms[attempt.digest] = normalised(self._source(attempt), attempt.backend)
+        return self._forms[attempt.digest]
 
     @staticmethod
     def _digest(context: Context, proposal: Proposal) -> str:

@@ -76,6 +76,7 @@ def test_the_cost_that_a_server_tells_is_taken(name: str) -> None:
         (Step(text=" \n"), "empty"),
         (Step(text="", finish="length"), "cut_off"),  # a reasoning model that thought for too long
         (Step(text="I'm sorry, but I can't help with that."), "refused"),
+        (Step(text="I'm sorry about that.\n<<<<<<< SEARCH\na\n=======\nb\n>>>>>>> REPLACE"), "answered"),
         (Step(text=None, refusal="No."), "refused"),
         (Step(text="", finish="content_filter"), "refused"),
         (error(400, "The response was filtered due to the content management policy"), "refused"),
@@ -161,6 +162,30 @@ def test_an_answer_that_a_gateway_cuts_off_is_had_in_pieces_from_then_on() -> No
     assert (first.prompt_tokens, first.completion_tokens) == (9, 4)
     assert second.retries == 0
     assert [bool(a.get("stream")) for a in server.asked] == [False, True, True]
+
+
+def test_a_server_that_sends_no_stream_is_asked_without() -> None:
+    gateway = Step(status=504, body=b"")
+    no_stream = Step(body=b'{"choices": [{"message": {"content": "whole"}, "finish_reason": "stop"}]}')
+    with ChatServer(gateway, no_stream) as server:
+        assert ask(chat(server)).text == "whole"
+    assert [bool(a.get("stream")) for a in server.asked] == [False, True, False]
+    refused = error(400, "Unknown field: stream_options")
+    with ChatServer(gateway, refused, "in pieces") as server:
+        assert ask(chat(server)).text == "in pieces"
+    assert ["stream_options" in a for a in server.asked] == [False, True, False]
+
+
+def test_offline_is_about_the_hub_and_not_about_a_server_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with ChatServer("yes", models={"data": []}) as server:
+        assert ask(chat(server)).text == "yes"
+        assert chat(server).catalogue() == {"data": []}
+    assert constants.HF_HUB_OFFLINE is True
+    with pytest.raises(LanguageModelError, match="HF_HUB_OFFLINE is set"):
+        ask(Chat("org/model"))
 
 
 def test_a_stream_that_breaks_off_is_no_whole_answer() -> None:

@@ -417,6 +417,24 @@ def test_a_key_that_is_withdrawn_in_the_night_does_not_end_the_run(make_run: Cal
     assert len(server.asked) == 3
 
 
+def test_what_a_round_had_before_its_end_is_judged(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    with ChatServer(returns(1), error(402, "pay")) as server:
+        result, _ = go(run, server, 4, temperatures=(0.1, 0.5, 0.9))
+    assert who(run) == ["starter", "llm", "playbook", "playbook"]
+    assert "no credit left" in result.reason
+    assert events(run, Round)[0].usable == 1
+
+
+def test_unusable_answers_are_told_even_where_the_budget_ends_the_round(make_run: Callable[..., Run]) -> None:
+    run = make_run(max_tokens=2300)
+    with ChatServer("I would tile.") as server:
+        go(run, server, 3)
+    assert len(server.asked) == 1, "another answer does not fit"
+    assert events(run, Round)[0].unusable[0].startswith("no_code")
+    assert "tokens are spent" in events(run, Round)[-1].note
+
+
 def test_a_full_context_makes_the_prompt_shorter_step_by_step(
     make_run: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
