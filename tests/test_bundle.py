@@ -6,19 +6,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 
-from autokernel_hf import hub, packages
+from autokernel_hf import hub, packages, pipeline
 from autokernel_hf.build import build
 from autokernel_hf.bundle import Part, export_files, stage_bundle
 from autokernel_hf.check import check
 from autokernel_hf.errors import PackageError, UsageError
-from autokernel_hf.records import Built, Package, Resources
+from autokernel_hf.records import Built, Package, Resources, Target, Verification, Winner
+from autokernel_hf.runs import RunSettings
 from tests.hub_server import HubServer
 from tests.package_factory import candidate, exported
+from tests.test_export import EVALUATION, PROFILE, VERIFICATION
 
 KINDS = ("rmsnorm", "gated_activation", "activation")
 
@@ -222,3 +225,72 @@ def test_kernels_that_cannot_be_in_one_variant_are_refused(
 def test_a_bundle_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no kernels"):
         stage_bundle([], name="nothing", out=tmp_path)
+
+
+class FinishedRun:
+    """What an export asks of a run."""
+
+    def __init__(self) -> None:
+        self.settings = RunSettings(spec=PROFILE.spec, top=2, max_experiments=8)
+
+    def verification(self) -> Verification:
+        return VERIFICATION.model_copy(update={"kernel_calls": {"rmsnorm": 25, "activation": 12}})
+
+    def kept_commit(self, target: str) -> str:
+        return f"commit-of-{target}"
+
+
+def test_a_runs_kernels_become_one_package_with_all_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def winner(kind: str) -> Winner:
+        target = Target(
+            name=kind,
+            kernel_type=kind,
+            backend="cpp",
+            share=0.5,
+            attainable_speedup=1.1,
+            sites=(),
+            workloads=(),
+        )
+        return Winner(target=target, candidate=candidate(kind, "cpp"), evaluation=EVALUATION)
+
+    winners = [winner("rmsnorm"), winner("activation")]
+    monkeypatch.setattr(pipeline, "winners_of", lambda run: (PROFILE, winners))
+    options: dict[str, Any] = {"name": "gpt2", "version": 1, "archs": (), "license": "MIT", "out": tmp_path}
+    (package,) = pipeline._export_run(FinishedRun(), bundle=True, **options)  # type: ignore[arg-type]
+    assert (package.name, package.functions) == ("gpt2", ("activation", "rmsnorm"))
+    card = (Path(package.path) / "README.md").read_text()
+    for told in (
+        "2 kernels in one package: `activation`, `rmsnorm`; found by autokernel_hf for the calls that "
+        "`openai-community/gpt2` makes on Test CPU.",
+        "byte for byte as it was built and judged",
+        "calls of each kernel in one pass: activation 12, rmsnorm 25",
+        "against eager: 1.09× (1.08–1.11)",
+        "autokernel-hf optimize openai-community/gpt2",
+        "| commit of the run | `commit-of-activation` |",
+        "| commit of the run | `commit-of-rmsnorm` |",
+    ):
+        assert told in card, told
+    assert card.count("| 1024x768,768 | float32 | 123 µs |") == 2
+    assert card.count("## Whole model") == 1
+    # Without --bundle, a package each, of the same builds.
+    apart = pipeline._export_run(FinishedRun(), bundle=False, **options)  # type: ignore[arg-type]
+    assert [p.name for p in apart] == ["gpt2-rmsnorm", "gpt2-activation"]
+    with pytest.raises(UsageError, match="None of this run's kernels is a CUDA one"):
+        pipeline._export_run(FinishedRun(), bundle=True, **{**options, "archs": ("9.0",)})  # type: ignore[arg-type]
+
+
+def test_sources_that_make_no_one_package_are_refused(tmp_path: Path) -> None:
+    files = []
+    for kind in ("rmsnorm", "softmax"):
+        files.append(tmp_path / f"{kind}.cpp")
+        files[-1].write_text(candidate(kind, "cpp").source)
+    with pytest.raises(UsageError, match="only with --bundle"):
+        pipeline.export(*files, name="both", out=tmp_path / "out")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="only where all are candidate files"):
+        pipeline.export(files[0], run, name="both", out=tmp_path / "out", bundle=True)
+    assert not (tmp_path / "out").exists()
