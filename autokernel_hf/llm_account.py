@@ -65,6 +65,18 @@ def spent_by(run: Run) -> Spent:
     )
 
 
+def summary(run: Run) -> str | None:
+    """What asking a model has cost, in a sentence; None where none was asked."""
+    asked = [e for e in run.events() if isinstance(e, Asked)]
+    if not asked:
+        return None
+    spent = spent_by(run)
+    known = [e for e in asked if e.cost_usd is not None]
+    cost = f", {spent.cost_usd:.4f} dollars" if known else ""
+    failed = sum(e.outcome in ("unavailable", "context_full", "failed") for e in asked)
+    return f"{asked[-1].model} was asked {len(asked)} times ({failed} without an answer): {spent.tokens} tokens{cost}"
+
+
 class BudgetSpentError(Exception):
     """--max-tokens or --max-cost leaves no room for another question."""
 
@@ -213,10 +225,14 @@ def prepare(run: Run, *, chat: Chat | None = None) -> None:
     """Before anything costs time: is the server there, does it know the key, and what does the model cost?
 
     Raises:
-        UsageError: --max-cost without any known price.
+        UsageError: --max-cost without any known price, or one price without the other.
         LanguageModelError: The server cannot be reached, or refuses the key.
     """
     settings = run.settings
+    if (settings.price_in is None) != (settings.price_out is None):
+        raise UsageError(
+            "One price alone tells no cost.", remedy="Give --price-in and --price-out, or neither."
+        )
     chat = chat or chat_of(run)
     listed = prices_in(chat.catalogue(), chat.model)
     if listed is not None:

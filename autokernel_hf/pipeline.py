@@ -22,7 +22,7 @@ from autokernel_hf.agent import Context, Playbook, Proposer
 from autokernel_hf.errors import AutokernelError, RunError, UsageError
 from autokernel_hf.extract import extract, starters
 from autokernel_hf.llm import LanguageModelError
-from autokernel_hf.progress import Progress, Silent
+from autokernel_hf.progress import NOTE, Progress, Silent
 from autokernel_hf.records import (
     Built,
     Candidate,
@@ -95,6 +95,8 @@ def optimize(
             results.append(result)
             if winner is not None:
                 winners.append(winner)
+        if (asked := llm_account.summary(run)) is not None:
+            logger.log(NOTE, "%s.", asked)
         staged = stage(run, profile.model, winners, progress)
         staged, verification = verify_the_helpful(run, staged, progress)
         packages = finish(run, profile, staged, verification, progress)

@@ -516,6 +516,22 @@ def test_the_cost_budget_holds_by_what_answers_cost(make_run: Callable[..., Run]
     assert llm_account.spent_by(run).cost_usd == pytest.approx(0.9)
 
 
+def test_what_was_spent_is_told_in_a_sentence(make_run: Callable[..., Run]) -> None:
+    run = make_run(price_in=1.0, price_out=1.0)
+    assert llm_account.summary(run) is None
+    with ChatServer(returns(1), error(503, "down")) as server:
+        go(run, server, 3)
+    assert (
+        llm_account.summary(run) == "m was asked 3 times (2 without an answer): 1100 tokens, 0.0011 dollars"
+    )
+
+
+def test_one_price_alone_is_refused(make_run: Callable[..., Run]) -> None:
+    run = make_run(price_in=1.0)
+    with ChatServer("yes") as server, pytest.raises(UsageError, match="One price alone"):
+        llm_account.prepare(run, chat=Chat("m", base_url=server.url))
+
+
 def test_a_cost_budget_without_any_price_is_refused_with_a_sentence(make_run: Callable[..., Run]) -> None:
     run = make_run(max_cost=1.0)
     with ChatServer("yes") as server, pytest.raises(UsageError, match="--max-cost cannot be held") as told:
