@@ -8,6 +8,7 @@ elements, one column of a softmax), the type's file lists it, and that list must
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ from autokernel_hf.records import Workload
 from autokernel_hf.variant import Domain
 
 TYPES = sorted(kernel_types())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The calls are small: a pool of threads only waits for itself, the more so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # Larger timed workloads take seconds in float64; a session holds each of its own against the impostors before it times.
 LARGEST = 1 << 20
 
