@@ -20,6 +20,7 @@ KINDS = ("rmsnorm", "layernorm", "activation", "gated_activation", "rotary_embed
 
 COMMON = """
 import json, logging, sys
+from pathlib import Path
 import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 import kernels
@@ -141,7 +142,7 @@ print(json.dumps(found))
 
 
 def test_transformers_kernel_config_takes_a_local_package(package: Package) -> None:
-    """Made for GPUs: transformers refuses a CPU, so its list of devices is widened here."""
+    """Made for GPUs: transformers 5.22 refuses a CPU, so its list of devices is widened here."""
     seen = run(
         package,
         """
@@ -154,13 +155,15 @@ try:
     refused = False
 except Exception as error:
     refused = "cpu" in str(error)
-gate.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")
+gated = getattr(gate, "KERNELS_SUPPORTED_DEVICE_TYPES", None)  # transformers 5.20 does not ask yet
+assert refused == (gated is not None)
+if gated is not None:
+    gated.append("cpu")
 model = llama(); plain = outputs(model)
 model.set_use_kernels(True, KernelConfig(dict(layers), use_local_kernel=True))
-print(json.dumps(report(model, plain, refused=refused)))
+print(json.dumps(report(model, plain)))
 """,
     )
-    assert seen["refused"]
     assert seen["calls"] == {"rmsnorm": 5, "activation": 2}
     assert seen["error"] < 1e-5
 
