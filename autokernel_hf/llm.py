@@ -479,6 +479,7 @@ def _answer(said: Any, messages: Sequence[Message]) -> Answer:
 
 
 def _finished(text: str, finish: str | None, refusal: Any, usage: Any, messages: Sequence[Message]) -> Answer:
+    text = _printable(text)
     outcome: Literal["answered", "cut_off", "empty", "refused"] = "answered"
     if (
         refusal
@@ -529,9 +530,14 @@ def _words_of(error: Any) -> str:
     return _line((inner[2] if inner else text) + (f" ({code[1]})" if code else ""))
 
 
+def _printable(text: str) -> str:
+    """Text that any file, commit message and terminal takes: no control characters, no halves of surrogate pairs."""
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "", text.encode("utf-8", "replace").decode("utf-8"))
+
+
 def _line(text: str, most: int = 300) -> str:
     """Text as one line of bounded length, without a full stop."""
-    flat = " ".join(text.split()).rstrip(".")
+    flat = " ".join(_printable(text).split()).rstrip(".")
     return flat if len(flat) <= most else flat[: most - 3] + "..."
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autokernel_hf import contract, llm_prompts, tunables
-from autokernel_hf.agent import Context, NothingLeft, Playbook
+from autokernel_hf.agent import Context, NothingLeft, Playbook, Proposer
 from autokernel_hf.errors import CandidateError
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.llm import Answer, Chat, ContextFullError, LanguageModelError, Message, UnavailableError
@@ -86,15 +86,18 @@ class LanguageModel:
 
     Args:
         run: Whose settings bound what may be spent, and whose folder is the memory.
+        playbook: Searches the tunables of what the model wrote, and goes on alone where the model is asked no more.
     """
 
     name = "llm"
 
-    def __init__(self, run: Run, chat: Chat, *, rules: Rules | None = None) -> None:
+    def __init__(
+        self, run: Run, chat: Chat, *, rules: Rules | None = None, playbook: Proposer | None = None
+    ) -> None:
         self.run = run
         self.chat = chat
         self.rules = rules or Rules()
-        self._playbook = Playbook()
+        self._playbook = playbook or Playbook()
         self._fruitless = 0
         self._over: str | None = None  # why the model is asked no more for this target
         self._level = 0
@@ -125,7 +128,7 @@ class LanguageModel:
                     raise
                 self._end(context, error.message)
         if not waiting:
-            waiting = self._playbook.propose(context, n)
+            waiting = self._of_playbook(context, n)
         if not waiting:
             raise NothingLeft("nothing left to try")
         for proposal in waiting[:n]:
@@ -144,7 +147,7 @@ class LanguageModel:
             return repairs
         if own:
             self._reflect(context, own)
-        if self._playbook_has_its_turn(context) and (found := self._playbook.propose(context, n)):
+        if self._playbook_has_its_turn(context) and (found := self._of_playbook(context, n)):
             return found
         while self._over is None:
             proposals, outage = self._round(context)
@@ -154,10 +157,16 @@ class LanguageModel:
             self._fruitless += 1
             if self._fruitless >= self.rules.fruitless_rounds:
                 self._end(context, f"{self.chat.model} made no usable proposal in {self._fruitless} rounds")
-            elif outage and (found := self._playbook.propose(context, 1)):
+            elif outage and (found := self._of_playbook(context, 1)):
                 logger.warning("The playbook makes one experiment until the model is asked again.")
                 return found
         return []
+
+    def _of_playbook(self, context: Context, n: int) -> list[Proposal]:
+        try:
+            return self._playbook.propose(context, n)
+        except NothingLeft:
+            return []
 
     def _end(self, context: Context, reason: str) -> None:
         """From here on this target is the playbook's."""

@@ -265,6 +265,33 @@ def test_a_hub_token_goes_to_no_server_but_hugging_faces(monkeypatch: pytest.Mon
     assert server.keys[2:] == ["Bearer sk-own", "Bearer sk-own"]
 
 
+def test_inference_providers_are_asked_with_the_hub_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.inference import _providers
+
+    models = {
+        "data": [{"id": "org/m", "providers": [{"provider": "p", "pricing": {"input": 1, "output": 2}}]}]
+    }
+    with ChatServer("yes", models=models) as server:
+        root = server.url.removesuffix("/v1")
+        monkeypatch.setattr(_providers.CONVERSATIONAL_AUTO_ROUTER, "base_url", root)
+        monkeypatch.setattr("autokernel_hf.llm.ROUTER", server.url)
+        asked = Chat("org/m", patience=Patience(timeout_s=20.0), sleep=lambda s: None)
+        assert ask(asked).text == "yes"
+        assert prices_in(asked.catalogue(), "org/m") == Prices(prompt=1.0, completion=2.0)
+    assert server.asked[0]["model"] == "org/m"
+    assert server.keys == ["Bearer hf_secret"] * 2
+
+
+def test_an_answer_holds_nothing_that_a_file_or_a_terminal_does_not_take() -> None:
+    with ChatServer("a\x00b\x1b[31mc\ud800d\n\te") as server:
+        assert ask(chat(server)).text == "ab[31mc?d\n\te"
+    with (
+        ChatServer(error(503, "a\x1bb\ud800")) as server,
+        pytest.raises(UnavailableError, match=r"503: ab\?"),
+    ):
+        ask(chat(server, attempts=1))
+
+
 def test_inference_providers_need_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
