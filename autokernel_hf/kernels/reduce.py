@@ -80,6 +80,16 @@ def _out_elements(workload: Workload) -> int:
     return math.prod(shape)
 
 
+def _distinct_outputs(workload: Workload) -> int:
+    """Outputs that are not the same number again because the input is expanded."""
+    spec = workload.tensor("x")
+    if spec.strides is None or _out_elements(workload) == 0:
+        return _out_elements(workload)
+    kept = list(zip(spec.shape, spec.strides, strict=True))
+    del kept[_dim(workload)]
+    return math.prod(n for n, stride in kept if stride != 0)
+
+
 def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
     """The workload's regime, each output's elements at a size of their own, tamed where the answer would be noise.
 
@@ -97,7 +107,7 @@ def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Gene
         near_one = torch.sign(normal) * torch.exp2(normal / math.sqrt(length)) * size ** (1 / length)
         return torch.where(torch.isfinite(x), near_one, x)
     x = x * size
-    if op in ("sum", "mean") and (_out_elements(workload) == 1 or workload.values == "tiny"):
+    if op in ("sum", "mean") and (_distinct_outputs(workload) == 1 or workload.values == "tiny"):
         x = torch.where(torch.isfinite(x), x.abs(), x)
     if op == "sum" and spec.dtype == "float16" and x.numel():
         largest = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().sum(_dim(workload)).max().item()
@@ -124,13 +134,8 @@ def _impostors_exempt(impostor: str, workload: Workload) -> bool:
         return True
     if _out_elements(workload) == 1:
         return impostor != "zeros"
-    spec, alike = workload.tensor("x"), False
-    if spec.strides is not None:
-        kept = [(n, s) for n, s in zip(spec.shape, spec.strides, strict=True)]
-        del kept[_dim(workload)]
-        alike = all(s == 0 for n, s in kept if n > 1)
-    outputs = 1 if alike else _out_elements(workload)
-    return (impostor == "mean" and alike) or tells_no_digits(impostor, workload, outputs)
+    distinct = _distinct_outputs(workload)
+    return (impostor == "mean" and distinct == 1) or tells_no_digits(impostor, workload, distinct)
 
 
 KERNEL_TYPE = KernelType(
