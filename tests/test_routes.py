@@ -155,15 +155,19 @@ try:
     refused = False
 except Exception as error:
     refused = "cpu" in str(error)
-gated = getattr(gate, "KERNELS_SUPPORTED_DEVICE_TYPES", None)  # transformers 5.20 does not ask yet
-assert refused == (gated is not None)
-if gated is not None:
-    gated.append("cpu")
+gated = getattr(gate, "KERNELS_SUPPORTED_DEVICE_TYPES", None)
+if gated is None:  # transformers 5.20 has its list in the middle of its code
+    print(json.dumps({"refused": refused, "calls": None}))
+    sys.exit()
+gated.append("cpu")
 model = llama(); plain = outputs(model)
 model.set_use_kernels(True, KernelConfig(dict(layers), use_local_kernel=True))
-print(json.dumps(report(model, plain)))
+print(json.dumps(report(model, plain, refused=refused)))
 """,
     )
+    assert seen["refused"]
+    if seen["calls"] is None:
+        pytest.skip("this transformers takes no CPU here, and cannot be made to")
     assert seen["calls"] == {"rmsnorm": 5, "activation": 2}
     assert seen["error"] < 1e-5
 
