@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -36,15 +37,20 @@ def error(status: int, message: str, **more: Any) -> Step:
 
 
 class ChatServer:
-    """Gives the steps in turn, the last one for ever; a step of text alone may be a plain string.
+    """Gives the steps in turn, the last one for ever; a step of text alone may be a plain string, or be made of the question.
 
     `asked` holds the bodies of all questions, `keys` what they had as authorization.
     """
 
     def __init__(
-        self, *steps: Step | str, models: Any = None, tokens: tuple[int, int] | None = (1000, 100)
+        self,
+        *steps: Step | str | Callable[[dict[str, Any]], str],
+        models: Any = None,
+        tokens: tuple[int, int] | None = (1000, 100),
     ) -> None:
-        self.steps = [Step(text=s) if isinstance(s, str) else s for s in steps]
+        self.steps: list[Step | Callable[[dict[str, Any]], str]] = [
+            Step(text=s) if isinstance(s, str) else s for s in steps
+        ]
         self.models = models
         self.tokens = tokens
         self.asked: list[dict[str, Any]] = []
@@ -66,6 +72,8 @@ class ChatServer:
                 script.asked.append(body)
                 script.keys.append(self.headers.get("authorization"))
                 step = script.steps[min(len(script.asked), len(script.steps)) - 1]
+                if not isinstance(step, Step):
+                    step = Step(text=step(body))
                 if step.hangs_s:
                     time.sleep(step.hangs_s)
                 if step.drops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -571,6 +572,56 @@ def test_candidates_that_wait_for_the_judge_survive_a_crash(make_run: Callable[.
             assert len(server.asked) == asked
             assert made[0] in after
             assert len(after) == 2
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["after the write", "before the write"])
+@pytest.mark.parametrize("at", range(1, 17, 3))
+def test_a_run_that_dies_at_a_write_goes_on_with_nothing_counted_twice(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, at: int, written: bool
+) -> None:
+    class Dead(BaseException):
+        pass
+
+    append, count = Run.append, 0
+
+    def dying(self: Run, event: object) -> None:
+        nonlocal count
+        count += 1
+        if count == at and not written:
+            raise Dead
+        append(self, event)
+        if count == at:
+            raise Dead
+
+    answered = 0
+
+    def answer(body: dict[str, Any]) -> str:
+        nonlocal answered
+        answered += 1
+        if "write one short line" in body["messages"][-1]["content"]:
+            return "#2: a\n#3: b\n#4: c\n#5: d\n#6: e"
+        return returns(answered) if answered % 3 else returns(answered).replace("return", "wrong +=", 2)
+
+    run = make_run()
+    with ChatServer(answer) as server:
+        monkeypatch.setattr(Run, "append", dying)
+        with pytest.raises(Dead):
+            go(run, server, 6, temperatures=(0.1, 0.5))
+        monkeypatch.setattr(Run, "append", append)
+        path = run.path
+        run.close()
+        with Run.open(path) as again:
+            go(again, server, 6, temperatures=(0.1, 0.5))
+            tried = again.experiments()
+            asked = events(again, Asked)
+            reflected = [e.experiment for e in events(again, Reflected)]
+    assert len(tried) == 6
+    numbers = [e.experiment for e in tried]
+    assert numbers == sorted(set(numbers))
+    assert len({e.digest for e in tried}) == 6, "no source is judged twice"
+    assert len(set(reflected)) == len(reflected)
+    # One question at most was put and not entered: the one that the process died of.
+    assert len(server.asked) - 1 <= len(asked) <= len(server.asked)
 
 
 def test_conversations_can_be_read(make_run: Callable[..., Run]) -> None:
