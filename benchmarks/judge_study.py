@@ -6,7 +6,8 @@
 Each trial is an experiment as the search makes it: a candidate against the incumbent, in processes of their own, whose
 verdict is the interval of the paired ratio. The two sources differ in a comment, so that both are built and run apart.
 In a planted trial the incumbent computes the first 2 % of the rows twice. Sessions of `--session` trials are opened
-anew, since what is fixed for a process (where its memory lies) must vary as well.
+anew, since what is fixed for a process (where its memory lies) must vary as well. Trials that the file has already are
+kept, and the rest added.
 """
 
 from __future__ import annotations
@@ -133,7 +134,12 @@ def main() -> None:
     backend: Backend = "cpp" if arguments.device == "cpu" else "triton"
     began = time.monotonic()
     found: dict[str, list[dict[str, object]]] = {"same": [], "planted": []}
-    todo = [("same", i) for i in range(arguments.trials)] + [("planted", i) for i in range(arguments.planted)]
+    spent = 0.0
+    if arguments.out.exists():
+        before = json.loads(arguments.out.read_text(encoding="utf-8"))
+        found, spent = before["trials"], before["seconds"]
+    todo = [("same", i) for i in range(len(found["same"]), arguments.trials)]
+    todo += [("planted", i) for i in range(len(found["planted"]), arguments.planted)]
     for first in range(0, len(todo), arguments.session):
         if time.monotonic() - began > arguments.budget:
             break
@@ -157,7 +163,7 @@ def main() -> None:
                     "device": device_info(arguments.device).model_dump(mode="json"),
                     "workload": workload(arguments.device).shape,
                     "epsilon": arguments.epsilon,
-                    "seconds": round(time.monotonic() - began),
+                    "seconds": round(spent + time.monotonic() - began),
                     "counts": {kind: counts(rows) for kind, rows in found.items() if rows},
                     "trials": found,
                 },

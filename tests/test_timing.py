@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autokernel_hf.extract import extract
 from autokernel_hf.judge import statistics
-from autokernel_hf.judge.timing import Column
+from autokernel_hf.judge.timing import Column, Near
 from autokernel_hf.judge.turn import Times
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.records import ModelSpec, Profile, PulledModel, SiteProfile
@@ -67,3 +68,13 @@ def test_targets_of_a_pass_that_waits_for_launches_are_judged_by_the_hosts_time_
     (target,), _ = extract(found, top=1)
     assert target.launch_bound is bound
     assert Profile.model_validate_json(found.model_dump_json()).launch_bound is bound
+
+
+def test_an_infinity_in_torchs_output_excuses_no_other_element() -> None:
+    softmax = kernel_type("softmax")
+    workload = softmax.build({"M": 2, "N": 4}, "float32", {})
+    wanted = torch.tensor([[1.0, 2.0, float("inf"), 4.0], [1.0, 1.0, 1.0, 1.0]])
+    near = Near(wanted, softmax, workload, torch_error=1e-7)
+    assert not near.holds(wanted + torch.tensor([0.0, 0.5, 0.0, 0.0]))
+    finite = Near(wanted.nan_to_num(posinf=3.0), softmax, workload, torch_error=1e-7)
+    assert finite.holds(wanted.nan_to_num(posinf=3.0))

@@ -101,8 +101,9 @@ class Turn:
 
     def _on_host(self) -> Times:
         function, arguments = self.function, self.arguments
-        self._write(0)
-        self._keep(0, function(**arguments))
+        # The untimed call has the last call's values: what it computes is of no use to the first.
+        self._write(-1)
+        self._keep(-1, function(**arguments))
         taken = []
         for call in range(len(self.sources)):
             self._write(call)
@@ -116,9 +117,9 @@ class Turn:
 
     def _on_device(self, flush: Tensor, delay_us: float) -> Times:
         function, arguments = self.function, self.arguments
-        self._write(0)
+        self._write(-1)
         _synchronize()
-        self._keep(0, function(**arguments))
+        self._keep(-1, function(**arguments))
         for target in self.live:
             target.zero_()  # what a call reads that does not wait for its input
         _synchronize()
