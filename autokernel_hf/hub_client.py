@@ -158,6 +158,13 @@ def friendly(doing: str, repo_id: str) -> Iterator[None]:
             f"Cannot {doing}: {endpoint} cannot be reached ({type(error).__name__}).",
             remedy="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.",
         ) from error
+    except ValueError as error:
+        if "Invalid filename" not in str(error):
+            raise
+        raise HubError(
+            f"{repo_id} holds a file whose name leads out of the repository; nothing of it is used.",
+            remedy="Do not trust it, and tell the Hub.",
+        ) from error
     except RuntimeError as error:
         # So the client tells that a large file did not get through, whatever the reason.
         if "upload" not in str(error).lower():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import struct
 from pathlib import Path
 
 import pytest
+import torch
 from kernels._rust import Build
 
-from autokernel_hf import packages
+from autokernel_hf import hub, packages
 from autokernel_hf.bundle import export_files
+from autokernel_hf.check import check
 from autokernel_hf.elf import dynamic, gpu_code
 from autokernel_hf.records import Package
+from tests.hub_server import HubServer
 from tests.package_factory import candidate, exported
 
 needs_nvcc = pytest.mark.skipif(
@@ -132,3 +136,33 @@ def test_compiling_again_from_nothing_gives_the_same_bytes(
     assert any(
         (tmp_path / "another" / "cache" / "builds").iterdir()
     )  # it was compiled, not taken from the cache
+
+
+@needs_nvcc
+def test_a_cuda_and_a_cpu_package_share_a_version_and_each_machine_gets_its_own(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the CUDA package would be loaded back")
+    with HubServer() as server:
+        for name, value in server.client_env(token=server.TOKEN).items():
+            if name.startswith("HF_") or name == "NO_PROXY":
+                monkeypatch.setenv(name, value)
+        with caplog.at_level(logging.WARNING):
+            published = hub.publish(package, "acme/test-rmsnorm")
+        assert (
+            not published.loaded
+            and "No variant is for this machine: it has torch-stable-abi211-cu" in caplog.text
+        )
+        repo = server.kernel("acme/test-rmsnorm")
+        (library,) = packages.read_variants(Path(package.path))[0].libraries
+        path = library.relative_to(package.path).as_posix()
+        assert repo.files("v1")[path] == library.read_bytes()
+        assert repo.commits[repo.branches["v1"]].files[path].lfs
+        looked = check("acme/test-rmsnorm")
+        assert looked.problems == () and looked.functions == ("rmsnorm",)
+        # The same kernel for CPUs, beside it.
+        assert hub.publish(exported("rmsnorm", "cpp", tmp_path), "acme/test-rmsnorm").loaded
+        names = {p.split("/")[1] for p in repo.files("v1") if p.startswith("build/")}
+        assert {packages.backend_of_variant(name) for name in names} == {"cpu", "cuda"}
+        assert repo.files("v1")[path] == library.read_bytes()

@@ -260,3 +260,20 @@ def test_a_client_that_cannot_write_to_kernel_repositories_is_told_at_once(
     with pytest.raises(HubError, match=r"huggingface_hub 2\.2\.0 reads kernel repositories.*>=2\.3"):
         hub_module.publish(hand_made(tmp_path / "p"), "acme/tiny-norm")
     assert hub.requests == []
+
+
+# --- what comes from a Hub ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["../evil.py", "build/torch-cpu/../../../evil.py", "build\\..\\..\\evil.py"])
+def test_no_file_of_a_repository_lands_outside_of_the_folder_it_belongs_in(
+    hub: HubServer, path: str, tmp_path: Path
+) -> None:
+    hub.add_kernel("acme/evil", {"v1": {"build/torch-cpu/metadata.json": b"{}", path: b"import os"}})
+    folder = tmp_path / "deep" / "folder"
+    folder.mkdir(parents=True)
+    with pytest.raises(HubError, match="leads out of the repository"):
+        hub_module.download("acme/evil", version=1, folder=folder)
+    outside = [p for p in tmp_path.rglob("*") if p.is_file() and not p.is_relative_to(folder)]
+    assert outside == []
+    assert not list(folder.rglob("*evil*"))
