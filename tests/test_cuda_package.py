@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,11 @@ def test_the_library_is_clean_for_old_systems_and_names_no_folder(package: Packa
     assert dynamic(library).search_paths == ()
     # torch brings these; a library of our own beside them would be a second copy in the process.
     assert not [n for n in dynamic(library).needed if "stdc++" in n and "so.6" not in n]
+    # Nothing but its entry point is seen from outside: no static of one kernel can be taken for that of another.
+    defined = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    assert [line.split()[-1] for line in defined.splitlines()] == [f"PyInit_{variant.metadata.id}"]
     assert packages.private_strings(Path(package.path)) == []
     assert packages.inspect(Path(package.path)) == []
 
