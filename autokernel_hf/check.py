@@ -1,8 +1,9 @@
 """Look at a kernel package, then load it in a fresh process with `kernels` alone and run it.
 
 The look comes first and runs nothing: names, metadata, digests, ABI, links. Code from a Hub runs only with
-`trust_remote_code`; a folder is the user's own. The fresh process knows torch and `kernels` and not this program; what
-its functions return is compared here, with the oracle of the kernel type.
+`trust_remote_code`, and like a folder's behind the judge's walls: it sees nothing of the user's, and no network. The
+fresh process knows torch and `kernels` and not this program; what its functions return is compared here, with the oracle
+of the kernel type.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from torch import Tensor
 
 from autokernel_hf import packages
 from autokernel_hf.binding import code_schema
+from autokernel_hf.check_walls import CHILD, ended_how
 from autokernel_hf.errors import PackageError
 from autokernel_hf.hub_client import TELEMETRY_VARIABLES, is_repo_id, is_true, newest_version, snapshot
 from autokernel_hf.judge.checks import check_values, expect, form_of
+from autokernel_hf.judge.sandbox import environment_for_children
+from autokernel_hf.judge.server import program
 from autokernel_hf.kernels import kernel_types
 from autokernel_hf.kernels.base import KernelType, make_inputs
 from autokernel_hf.records import CheckReport, Workload
 
 logger = logging.getLogger(__name__)
 
-CHILD = Path(__file__).parent / "check_child.py"
 TIMEOUT_S = 300
 SEED = 20
 
@@ -84,7 +87,7 @@ def check(
     version = version if version is not None else newest_version(repo_id)
     local = snapshot(repo_id, version)
     if trust_remote_code:
-        return _report(local, repo_id=repo_id, version=version)
+        return _report(local)
     names, layers = _named(local)
     return CheckReport(
         loaded=False,
@@ -100,7 +103,7 @@ def _check_folder(folder: Path) -> CheckReport:
     return _report(folder)
 
 
-def _report(folder: Path, *, repo_id: str | None = None, version: int | None = None) -> CheckReport:
+def _report(folder: Path) -> CheckReport:
     problems = packages.inspect(folder)
     names, layers = _named(folder)
     if problems:
@@ -109,7 +112,7 @@ def _report(folder: Path, *, repo_id: str | None = None, version: int | None = N
             loaded=False, variant=None, functions=names, layers=layers, problems=tuple(problems)
         )
     try:
-        loaded = load_fresh(folder, repo_id=repo_id, version=version)
+        loaded = load_fresh(folder)
     except LoadError as error:
         return CheckReport(loaded=False, variant=None, functions=names, layers=layers, problems=(str(error),))
     return CheckReport(
@@ -145,8 +148,9 @@ def load_fresh(
     """Load a package in a process of its own and call its functions.
 
     Args:
-        folder: The package on disk; what is loaded, unless a repository is named.
-        repo_id: Load this repository through `get_kernel` instead. Its code runs: ask before.
+        folder: The package on disk; what is loaded, behind the judge's walls, unless a repository is named.
+        repo_id: Load this repository through `get_kernel` instead, which needs a network, and so without walls: for
+            what the user has just published.
         cache: An empty folder, to download into in place of the user's cache.
         run: Whether to call the functions whose kernel type is known.
 
@@ -162,18 +166,22 @@ def load_fresh(
         work = Path(temporary)
         torch.save([_as_saved(call) for call in calls], work / "calls.pt")
         request = {
-            "folder": None if repo_id else str(folder),
+            "folder": None if repo_id else "package",
             "repo_id": repo_id,
             "version": version,
-            "fallback": str(noarch.path.absolute()) if no_gpu and noarch is not None else None,
+            "fallback": _fallback(noarch, walled=repo_id is None) if no_gpu and noarch is not None else None,
             "device": device,
-            "calls": str(work / "calls.pt"),
+            "calls": "calls.pt",
             "limit": 2 if no_gpu and noarch is not None else 12,
-            "outcomes": str(work / "outcomes.pt"),
-            "report": str(work / "report.json"),
+            "outcomes": "outcomes.pt",
+            "report": "report.json",
         }
         (work / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        ended = _run_child(work, _child_env(no_gpu, cache))
+        env = _child_env(no_gpu, cache)
+        if repo_id is None:
+            ended, lacking = _run_behind_walls(work, folder, env)
+        else:
+            ended, lacking = _run_child([sys.executable, "-I", str(CHILD), "request.json"], work, env), ()
         if not (work / "report.json").exists():
             raise LoadError(f"The process that loads the package ended early ({ended}).")
         report = json.loads((work / "report.json").read_text(encoding="utf-8"))
@@ -192,6 +200,7 @@ def load_fresh(
     found, notes = _compare(report["functions"], calls, outcomes or [])
     if report["past_variant"]:
         notes.insert(0, f"no GPU here: {report['variant']} was run in Triton's interpreter")
+    notes += [f"the walls around it lack something: {what}" for what in lacking]
     functions = tuple(f["name"] for f in report["functions"])
     if not functions and not report["layers"]:
         problems.append("it offers neither functions nor layers")
@@ -207,10 +216,28 @@ def load_fresh(
     )
 
 
-def _run_child(work: Path, env: dict[str, str]) -> str:
-    """Run the child to its end; how it ended, in words."""
+def _fallback(variant: packages.Variant, *, walled: bool) -> str:
+    return f"package/build/{variant.name}" if walled else str(variant.path.absolute())
+
+
+def _run_behind_walls(work: Path, folder: Path, env: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Run the child behind the judge's walls; how it ended, and what the walls lack on this system.
+
+    Raises:
+        LoadError: There are no walls, or what is behind them ended without a word.
+    """
+    command = program("autokernel_hf.check_walls", str(work), str(folder.absolute()), str(TIMEOUT_S))
+    ended = _run_child(command, work, environment_for_children(env, bind=False), grace_s=60)
+    if not (work / "walls.json").exists():
+        raise LoadError(f"The process that loads the package ended early ({ended}).")
+    walls = json.loads((work / "walls.json").read_text(encoding="utf-8"))
+    return walls["ended"], tuple(walls["not_enforced"])
+
+
+def _run_child(command: Sequence[str], work: Path, env: dict[str, str], grace_s: float = 0) -> str:
+    """Run a process to its end; how it ended, in words."""
     process = subprocess.Popen(
-        [sys.executable, "-I", str(CHILD), str(work / "request.json")],
+        command,
         cwd=work,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -221,7 +248,7 @@ def _run_child(work: Path, env: dict[str, str]) -> str:
         start_new_session=True,
     )
     try:
-        _, words = process.communicate(timeout=TIMEOUT_S)
+        _, words = process.communicate(timeout=TIMEOUT_S + grace_s)
     except subprocess.TimeoutExpired:
         return f"still running after {TIMEOUT_S} s"
     finally:
@@ -230,9 +257,7 @@ def _run_child(work: Path, env: dict[str, str]) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     logger.debug("%s", words)
-    code = process.returncode
-    last = words.strip().splitlines()[-1:] or [""]
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {last[0]}"
+    return ended_how(process.returncode, words)
 
 
 def _child_env(no_gpu: bool, cache: Path | None) -> dict[str, str]:

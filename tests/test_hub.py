@@ -480,16 +480,29 @@ def test_check_of_a_repository_runs_its_code_only_with_trust(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     trace = tmp_path / "ran"
     monkeypatch.setenv("TRACE_FILE", str(trace))
-    init = "import os\nopen(os.environ['TRACE_FILE'], 'w').close()\nfrom . import layers\nfrom ._ops import rmsnorm\n__all__ = ['layers', 'rmsnorm']\n"
+    init = """import contextlib, os
+seen = [name for name in os.environ if name == "HF_TOKEN"]
+with contextlib.suppress(OSError):
+    open(os.environ["TRACE_FILE"], "w").close()
+if seen or os.path.exists(os.path.expanduser("~/.secret")):
+    raise RuntimeError(f"sees {seen}")
+from . import layers
+from ._ops import rmsnorm
+__all__ = ["layers", "rmsnorm"]
+"""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".secret").write_text("mine")
+    monkeypatch.setenv("HOME", str(home))
     hub_module.publish(hand_made(tmp_path / "p", more={"__init__.py": init}), "acme/tiny-norm")
     looked = check("acme/tiny-norm")
     assert not looked.loaded and looked.problems == ()
     assert looked.functions == ("rmsnorm",) and looked.layers == ("RMSNorm",)
     assert "--trust-remote-code" in looked.notes[0]
-    assert not trace.exists()
+    # With trust it runs, behind walls: it finds neither the user's token nor files, and leaves nothing.
     ran = check("acme/tiny-norm", version=1, trust_remote_code=True)
-    assert ran.loaded and ran.problems == () and ran.variant == "torch-cpu"
-    assert trace.exists()
+    assert ran.loaded and ran.problems == () and ran.variant == "torch-cpu", ran
+    assert not trace.exists()
     with pytest.raises(HubError, match=r"no version 7.*It has: 1"):
         check("acme/tiny-norm", version=7)
     with pytest.raises(HubError, match="no kernel repository acme/nothing"):
