@@ -109,10 +109,7 @@ def publish(
     client = api()
     branch = f"v{wanted}"
     with friendly("create the repository", repo_id):
-        retrying(
-            lambda: client.create_repo(repo_id, repo_type="kernel", private=private or None, exist_ok=True)
-        )
-        info = retrying(lambda: client.repo_info(repo_id, repo_type="kernel"))
+        info = _found_or_created(client, repo_id, private)
     if private and info.private is False:
         raise HubError(
             f"{repo_id} exists and is public.",
@@ -133,6 +130,19 @@ def publish(
     return Published(
         repo_id=repo_id, url=url, version=wanted, revision=revision, files=plan.files, loaded=loaded
     )
+
+
+def _found_or_created(client: Any, repo_id: str, private: bool) -> Any:
+    """What the Hub says of a repository, which is only created where there is none: the right to create is a special one."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return retrying(lambda: client.repo_info(repo_id, repo_type="kernel"))
+    except RepositoryNotFoundError:
+        retrying(
+            lambda: client.create_repo(repo_id, repo_type="kernel", private=private or None, exist_ok=True)
+        )
+    return retrying(lambda: client.repo_info(repo_id, repo_type="kernel"))
 
 
 def _inspected(folder: Path, version: int | None) -> tuple[int, int]:

@@ -242,6 +242,16 @@ def test_a_refusal_says_whose_right_is_missing(
     assert ("kernel", "acme/k1") not in hub.repos
 
 
+def test_who_may_write_but_not_create_publishes_to_what_is_there(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_kernel("acme/tiny-norm", {})
+    hub.add_token("hf_member", user="member", organizations=("acme",), creates_kernels=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_member")
+    hub_module.publish(hand_made(tmp_path / "p"), "acme/tiny-norm")
+    assert "build/torch-cpu/_ops.py" in hub.kernel("acme/tiny-norm").files("v1")
+
+
 def test_a_fine_grained_token_that_may_write_there_publishes(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
