@@ -119,6 +119,12 @@ def _exempt(impostor: str, workload: Workload) -> bool:
     # At most one element; or rows of equal columns (one, or all): those equal the bias, whatever x is.
     shape = workload.tensor("x").shape
     equal = shape[-1] == 1 or workload.values == "equal"
+    if impostor == "narrow":
+        # In a long row the one element is some ninety times as large as the rest: where it has 16 bits, its own rounding is
+        # larger than what a narrower precision does to any other, unless a weight makes it small.
+        return math.prod(shape) <= 1 or (
+            workload.values == "one_hot" and workload.dtype != "float32" and workload.arg("weight") is None
+        )
     return math.prod(shape) <= 1 or (equal and impostor == "mean")
 
 
