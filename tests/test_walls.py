@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from autokernel_hf.doctor import _isolation
+from autokernel_hf.judge.confine import NO_WALLS
 from autokernel_hf.judge.remote import Process
 from autokernel_hf.judge.watchdog import Watchdog
 
@@ -87,6 +88,15 @@ def test_without_namespaces_landlock_and_the_filter_hold_a_candidate(tmp_path: P
     assert outcomes["write to the build cache"] == "EACCES"
     assert outcomes["signal another"] == "EPERM"
     assert outcomes["reach the network"] == "EPERM"
+
+
+def test_beside_a_gpu_a_candidate_has_a_network_and_a_folder_of_its_own_and_what_lacks_is_told(
+    tmp_path: Path,
+) -> None:
+    found = behind("gpu", "runner", tmp_path)
+    assert found["not_enforced"] == [NO_WALLS]
+    assert found["outcomes"]["write in its own folder"] == "done"
+    assert found["outcomes"]["reach the network"] == "ENETUNREACH"
 
 
 def test_doctor_says_what_the_walls_lack() -> None:

@@ -1,6 +1,6 @@
 """What a process behind the judge's walls can do: run as a script, it tries it all and prints the outcomes as JSON.
 
-    python -m tests.walls_probe namespaces|landlock runner|builder SECRET_FILE PID_OF_ANOTHER
+    python -m tests.walls_probe namespaces|landlock|gpu runner|builder SECRET_FILE PID_OF_ANOTHER
 
 An outcome is "done", or the name of the error.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autokernel_hf.cache import cache_root
+from autokernel_hf.judge import confine
 from autokernel_hf.judge.server import behind_walls
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -77,7 +78,9 @@ def main(kind: str, role: str, secret: str, other: str) -> None:
             found.sendall(json.dumps(attempts(Path(secret), int(other))).encode())
         return 0
 
-    spawned = behind_walls(body, isolate=kind == "namespaces", builder=role == "builder")
+    if kind == "gpu":
+        confine.has_gpu = lambda: True
+    spawned = behind_walls(body, isolate=kind in ("namespaces", "gpu"), builder=role == "builder")
     if spawned is None:
         sys.stdout.write(json.dumps({"refused": True}))
         return

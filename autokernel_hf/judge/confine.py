@@ -38,6 +38,8 @@ _SECCOMP_MODE_FILTER = 2
 _DEVICES = ("null", "zero", "full", "random", "urandom", "kfd", "dri", "nvidia-caps")
 _DEVICE_PREFIX = "nvidia"
 
+NO_WALLS = "with a GPU a candidate has processes and a network of its own, but files are not hidden and not read-only yet"
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,6 +56,11 @@ class Walls:
     hidden: tuple[str, ...]
     needed: tuple[str, ...]
     writable: tuple[str, ...] = ()
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a device whose driver the walls were not tried with."""
+    return any(Path("/dev", name).exists() for name in ("nvidiactl", "kfd"))
 
 
 def walls(environment: Mapping[str, str], *, builder: bool) -> Walls:

@@ -124,7 +124,7 @@ class Server:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
         self._process = subprocess.Popen(
-            program("autokernel_hf.judge.server", str(theirs.fileno())),
+            program("autokernel_hf.judge.server", str(theirs.fileno()), device),
             env=environment,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -190,14 +190,17 @@ class Server:
 # --- the server's side --------------------------------------------------------------------------------------------
 
 
-def main(descriptor: str) -> None:
+def main(descriptor: str, device: str) -> None:
     """Import, then fork on request until the referee closes the channel."""
     sandbox.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=int(descriptor))
     _preload()
-    walls = {builder: confine.walls(os.environ, builder=builder) for builder in (False, True)}
+    walls = {
+        builder: None if device == "cuda" else confine.walls(os.environ, builder=builder)
+        for builder in (False, True)
+    }
     # Wardens are nobody's concern here: each tells by itself how its child ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     messages.send(channel, {"ready": True})
@@ -215,7 +218,7 @@ def main(descriptor: str) -> None:
 
 def behind_walls(body: Body, *, isolate: bool, builder: bool = False) -> Spawned | None:
     """Fork a child of this process that does `body` behind its walls. None: namespaces are refused."""
-    walls = confine.walls(os.environ, builder=builder)
+    walls = None if confine.has_gpu() else confine.walls(os.environ, builder=builder)
     ours, theirs = socket.socketpair()
     status_read, status_write = os.pipe()
     with tempfile.TemporaryFile() as file:
@@ -267,7 +270,9 @@ def _serve(channel: int) -> int:
     return child.serve(socket.socket(fileno=channel))
 
 
-def _warden(isolate: bool, walls: confine.Walls, body: Body, channel: int, log: int, status: int) -> NoReturn:
+def _warden(
+    isolate: bool, walls: confine.Walls | None, body: Body, channel: int, log: int, status: int
+) -> NoReturn:
     """Start the child, wait for its end, clean up behind it, and say how it ended."""
     code = 1
     private = None
@@ -279,6 +284,7 @@ def _warden(isolate: bool, walls: confine.Walls, body: Body, channel: int, log: 
             os._exit(_NAMESPACES_REFUSED)
         if not isolate:
             sandbox.adopt_orphans()
+        if not isolate or walls is None:
             private = tempfile.mkdtemp(prefix="autokernel_hf_")
         start_read, start_write = os.pipe()
         ready_read, ready_write = os.pipe()
@@ -315,8 +321,8 @@ class _Life:
     """What a child needs from its warden: its task, its walls, and descriptors."""
 
     body: Body
-    walls: confine.Walls
-    private: str | None  # a folder of its own, where it has no namespaces
+    walls: confine.Walls | None  # None where they were not tried yet: with a GPU
+    private: str | None  # a folder of its own, where /tmp is not
     channel: int
     log: int
     status: int
@@ -333,7 +339,7 @@ def _init(life: _Life) -> NoReturn:
     """The first process of the namespaces: it puts up the walls, and its own end ends all others."""
     sandbox.die_with_parent()
     try:
-        missing = confine.enter(life.walls)
+        missing = [confine.NO_WALLS] if life.walls is None else confine.enter(life.walls)
         pid = os.fork()
     except OSError:
         os.dup2(life.log, 2)
@@ -365,11 +371,15 @@ def _child(life: _Life, missing: Sequence[str] = ()) -> NoReturn:
         os.dup2(life.log, 1)
         os.dup2(life.log, 2)
         os.close(life.log)
-        _move_in(life.private or confine.PRIVATE, life.private is not None)
-        missing = list(missing)
-        if life.private is not None:
-            missing += confine.restrict(life.walls, life.private)
-        missing += confine.give_up_rights()
+        # Under Landlock its home is out of reach.
+        _move_in(
+            life.private or confine.PRIVATE, homeless=life.private is not None and life.walls is not None
+        )
+        missing = list(missing) or ([confine.NO_WALLS] if life.walls is None else [])
+        if life.walls is not None:
+            if life.private is not None:
+                missing += confine.restrict(life.walls, life.private)
+            missing += confine.give_up_rights()
         os.write(life.ready, (json.dumps(missing) + "\n").encode())
         os.close(life.ready)
         os.read(life.start, 1)
@@ -383,7 +393,7 @@ def _child(life: _Life, missing: Sequence[str] = ()) -> NoReturn:
         os._exit(code)
 
 
-def _move_in(private: str, homeless: bool) -> None:
+def _move_in(private: str, *, homeless: bool) -> None:
     """Have this process keep its temporary files, and what Triton compiles, in a folder of its own."""
     os.environ["AUTOKERNEL_HF_CACHE"] = str(cache_root().resolve())
     os.environ["TMPDIR"] = private
