@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,7 +253,7 @@ def test_an_unwritable_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     "line",
     [
         "/usr/bin/ld: final link failed: No space left on device",
-        "/tmp/ccKkKBhK.s: Fatal error: can't write 3888 bytes to section .nv_fatbin of cuda.o: 'No space left on device'",
+        "unit.s: Fatal error: can't write 3888 bytes to section .nv_fatbin of cuda.o: 'No space left on device'",
     ],
 )
 def test_a_full_disk_is_no_fault_of_the_candidate(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +308,7 @@ def assert_fit_to_ship(built: Built, libraries: set[str]) -> None:
         Path(build.__file__).parent,
         Path(torch.__file__).parent,
         cache.cache_root(),
-        "/tmp",
+        tempfile.gettempdir(),
     ):
         assert str(secret).encode() not in content, secret
 

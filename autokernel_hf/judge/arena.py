@@ -170,6 +170,15 @@ class Pool:
             self._free.pop().close()
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements as bytes, in order."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.equal(bits_of(a), bits_of(b)))
+
+
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 

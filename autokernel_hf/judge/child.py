@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
 from autokernel_hf.judge import audit, messages, sandbox, triton_seed, turn
-from autokernel_hf.judge.arena import POISON, Arena, Slot
+from autokernel_hf.judge.arena import POISON, Arena, Slot, same_bits
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
 from autokernel_hf.records import Candidate
 
@@ -119,6 +120,7 @@ class _Worker:
         self.function: Callable[..., Any] | None = None
         self.flush: Tensor | None = None
         self.stream: torch.cuda.Stream | None = None
+        self.kernel_fn: Callable[..., Any] | None = None  # of a Triton candidate: what its operator calls
         self.watch: audit.Watch | None = None
         # The outputs of the last checked call stay alive: one that is returned again is not new.
         self.last: tuple[Tensor, ...] = ()
@@ -166,17 +168,14 @@ class _Worker:
         self.module = build.load(request["path"])
         self.watch = watch
         self.function = getattr(self.module, request["kernel_type"])
+        if (Path(request["path"]) / "op.py").exists():
+            # Taken now: what the candidate does to `sys.modules` later hides nothing.
+            self.kernel_fn = sys.modules[f"{self.module.__name__}.op"].kernel_fn
         return {}
 
     def do_inspect(self, request: dict[str, Any]) -> dict[str, Any]:
         """What the candidate has replaced since before it was imported."""
         return {"replaced": self.watch.replaced() if self.watch is not None else []}
-
-    def do_audit(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The operators that a Triton candidate's own Python runs in a call."""
-        assert self.module is not None
-        operation = sys.modules[f"{self.module.__name__}.op"]
-        return {"operators": audit.operators_of(operation.kernel_fn, self._arguments(request["args"]))}
 
     def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make calls in several threads: Triton compiles outside of the interpreter's lock for most of the time."""
@@ -211,7 +210,9 @@ class _Worker:
             )
         reports = [self._report(output, arguments) for output in outputs]
         kept = zip(self.last, self.copies, strict=True)
-        if any(copy is not None and not _same_bytes(old, copy) for old, copy in kept):
+        if any(
+            copy is not None and not (old.shape == copy.shape and same_bits(old, copy)) for old, copy in kept
+        ):
             for report in reports:
                 report["spoils_last"] = True
         storages = [r["storage"] for r in reports if "storage" in r]
@@ -237,13 +238,13 @@ class _Worker:
         Raises:
             CandidateError: It lets torch compute.
         """
-        assert self.module is not None
-        kernel_fn = getattr(sys.modules.get(f"{self.module.__name__}.op"), "kernel_fn", None)
+        if self.kernel_fn is None:
+            return
         kind = json.dumps([[n, v["spec"] if isinstance(v, dict) else v] for n, v in args])
-        if kernel_fn is None or kind in self.audited:
+        if kind in self.audited:
             return
         self.audited.add(kind)
-        operators = audit.operators_of(kernel_fn, arguments)
+        operators = audit.operators_of(self.kernel_fn, arguments)
         if operators:
             raise CandidateError(
                 f"it lets torch compute ({', '.join(operators[:5])}); it may only allocate, view and copy"
@@ -302,12 +303,6 @@ class _Worker:
             storage == old.untyped_storage().data_ptr() for old in self.last if old.numel()
         )
         return report
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(
-        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-    )
 
 
 def _poison_pool(sinks: list[dict[str, Any]], device: torch.device) -> None:

@@ -31,7 +31,7 @@ from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Request, Settings
-from autokernel_hf.judge.stages import Passed, StageFailed, audit, room_for, run_case, warm
+from autokernel_hf.judge.stages import Passed, StageFailed, room_for, run_case, warm
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels.base import tensor_bytes
@@ -243,10 +243,6 @@ class Referee:
                 self._warm(child, [w for w in self.scope.workloads if holds(domain, w)])
         sheet.smoke = self._stage(child, "smoke", domain, sheet)
         self._must_be_at_rest(child)
-        if request.candidate.backend == "triton":
-            with sheet.phase("audit"):
-                for case in cases_of("smoke", self.scope, domain):
-                    audit(child, case.workload, self.bench.fresh(case.workload))
         if self.interpret:
             if not self.settings.quick:
                 self._remaining_stages(child, request.candidate, domain, sheet)

@@ -195,19 +195,6 @@ class Child(Process):
         if replaced:
             raise Failed("rejected", f"replaced {', '.join(map(str, replaced[:5]))}")
 
-    def audit(self, args: Sequence[tuple[str, object]]) -> None:
-        """Look at what a Triton candidate lets torch do.
-
-        Raises:
-            Failed: More than allocating, viewing and copying.
-        """
-        operators = self._command({"op": "audit", "args": _wire(args)}, self.timeout_s).get("operators")
-        if not isinstance(operators, list):
-            raise self._forged()
-        if operators:
-            names = ", ".join(map(str, operators[:5]))
-            raise Failed("rejected", f"lets torch compute ({names}); it may only allocate, view and copy")
-
     def warm(self, calls: Sequence[Sequence[tuple[str, object]]]) -> None:
         """Have it make these calls side by side, their results dropped, so that what they compile is there later.
 

@@ -159,25 +159,20 @@ class Server:
         None: the system refuses the namespaces that `isolate` asks for.
         """
         self.wait_ready()
-        ours, theirs = socket.socketpair()
-        status_read, status_write = os.pipe()
-        with tempfile.TemporaryFile() as file:
-            log = os.dup(file.fileno())
-        try:
-            request = json.dumps({"isolate": isolate, "builder": builder}).encode()
-            socket.send_fds(self._channel, [request], [theirs.fileno(), log, status_write])
-        except OSError as error:
-            raise JudgeError(f"The process that judged kernels are forked from is gone: {error}.") from None
-        finally:
-            theirs.close()
-            os.close(status_write)
-        spawned = Spawned(ours, status_read, log, isolated=isolate)
-        if spawned.started():
-            return spawned
-        spawned.close()
-        if not isolate:
+        request = json.dumps({"isolate": isolate, "builder": builder}).encode()
+
+        def ask(channel: int, log: int, status: int, kept: tuple[int, int]) -> None:
+            try:
+                socket.send_fds(self._channel, [request], [channel, log, status])
+            except OSError as error:
+                raise JudgeError(
+                    f"The process that judged kernels are forked from is gone: {error}."
+                ) from None
+
+        spawned = _spawned(ask, isolate=isolate)
+        if spawned is None and not isolate:
             raise JudgeError("No process for a kernel could be started.")
-        return None
+        return spawned
 
     def close(self) -> None:
         """End the server, and with it whatever children are left."""
@@ -219,17 +214,31 @@ def main(descriptor: str, device: str) -> None:
 def behind_walls(body: Body, *, isolate: bool, builder: bool = False) -> Spawned | None:
     """Fork a child of this process that does `body` behind its walls. None: namespaces are refused."""
     walls = None if confine.has_gpu() else confine.walls(os.environ, builder=builder)
+
+    def fork(channel: int, log: int, status: int, kept: tuple[int, int]) -> None:
+        if os.fork() == 0:
+            for descriptor in kept:
+                os.close(descriptor)
+            _warden(isolate, walls, body, channel, log, status)
+
+    return _spawned(fork, isolate=isolate)
+
+
+def _spawned(start: Callable[[int, int, int, tuple[int, int]], None], *, isolate: bool) -> Spawned | None:
+    """A child, whose warden `start` starts; None where it does not come up.
+
+    `start` gets the warden's descriptors (channel, log, status), and those that are not for it.
+    """
     ours, theirs = socket.socketpair()
     status_read, status_write = os.pipe()
     with tempfile.TemporaryFile() as file:
         log = os.dup(file.fileno())
-    if os.fork() == 0:
-        ours.close()
-        os.close(status_read)
-        _warden(isolate, walls, body, theirs.fileno(), log, status_write)
-    theirs.close()
-    os.close(status_write)
     spawned = Spawned(ours, status_read, log, isolated=isolate)
+    try:
+        start(theirs.fileno(), log, status_write, (ours.fileno(), status_read))
+    finally:
+        theirs.close()
+        os.close(status_write)
     if spawned.started():
         return spawned
     spawned.close()

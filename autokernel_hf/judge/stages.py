@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autokernel_hf.judge import checks
-from autokernel_hf.judge.arena import POISON, Layout, Slot, outputs_of
+from autokernel_hf.judge.arena import POISON, Layout, Slot, bits_of, outputs_of, same_bits
 from autokernel_hf.judge.cases import Case
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.kernels.base import Args, KernelType
@@ -133,25 +133,9 @@ def _changed(child: Child, placed: Placed, args: Args) -> str:
     """Which input it was, or the memory around them."""
     for name, slot in placed.inputs:
         now, then = child.arena.view(slot), args[name]
-        if not torch.equal(_bits(now), _bits(then)):
+        if not same_bits(now, then):
             return name
     return "memory beside them"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def audit(child: Child, workload: Workload, args: Args) -> None:
-    """Have a Triton candidate called once, and look at what it lets torch do.
-
-    Raises:
-        Failed: More than it may.
-    """
-    placed = place(workload, ())
-    for name, slot in placed.inputs:
-        child.arena.write(slot, args[name])
-    child.audit(placed.arguments)
 
 
 def warm(child: Child, calls: Iterable[tuple[Workload, Args]]) -> None:
@@ -191,7 +175,7 @@ def _must_repeat(kept: list[list[Tensor]]) -> None:
     for i, again in enumerate(kept[1:], start=2):
         for first, now in zip(kept[0], again, strict=True):
             different = (
-                _bits(first).view(-1, first.element_size()).ne(_bits(now).view(-1, now.element_size()))
+                bits_of(first).view(-1, first.element_size()).ne(bits_of(now).view(-1, now.element_size()))
             )
             if bool(different.any()):
                 count = int(different.any(-1).sum())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autokernel_hf.judge import checks, statistics
-from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of
+from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of, same_bits
 from autokernel_hf.judge.quiet import wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.turn import DELAY_FACTOR, DELAY_US, Times, Turn, flush_buffer
@@ -331,16 +331,8 @@ class Remote:
         for name, tensor in self._statics.items():
             slot = slots[name]
             assert isinstance(slot, Slot)
-            if not _same_bits(self.child.arena.view(slot), tensor):
+            if not same_bits(self.child.arena.view(slot), tensor):
                 raise Failed("incorrect", f"changed its input {name} during a timed call")
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(_bytes_of(a), _bytes_of(b)))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 Contender = Local | Remote
