@@ -15,11 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from autokernel_hf.judge import confine
 from autokernel_hf.judge.server import behind_walls
 from autokernel_hf.packages import files_of
 
 CHILD = Path(__file__).parent / "check_child.py"
 ANSWERS = ("report.json", "outcomes.pt")
+NO_CUDA = 96  # exit code of a child whose walls keep the GPU's driver from starting
 _LENGTHS = struct.Struct("<3Q")
 
 
@@ -35,7 +37,11 @@ def main(work: str, folder: str, timeout_s: str) -> None:
     files = {f"package/build/{path}": file.read_bytes() for path, file in files_of(Path(folder) / "build")}
     files |= {name: (place / name).read_bytes() for name in ("request.json", "calls.pt")}
 
+    on_a_gpu = json.loads(files["request.json"])["device"] == "cuda"
+
     def body(channel: int) -> int:
+        if on_a_gpu and not confine.cuda_starts():
+            return NO_CUDA
         own = Path(os.environ["TMPDIR"]) / "check"
         for name, content in files.items():
             (own / name).parent.mkdir(parents=True, exist_ok=True)
@@ -60,13 +66,20 @@ def main(work: str, folder: str, timeout_s: str) -> None:
             found.sendall(_LENGTHS.pack(*map(len, parts)) + b"".join(parts))
         return 0
 
-    spawned = behind_walls(body, isolate=True) or behind_walls(body, isolate=False)
+    for isolate in (True, False):
+        spawned = behind_walls(body, isolate=isolate)
+        if spawned is None:
+            continue
+        answer = bytearray()
+        while part := spawned.channel.recv(1 << 20):
+            answer += part
+        code = spawned.wait(10.0)
+        if code != NO_CUDA:
+            break
     if spawned is None:
         raise SystemExit("no walls can be put up here")
-    answer = bytearray()
-    while part := spawned.channel.recv(1 << 20):
-        answer += part
-    code = spawned.wait(10.0)
+    if code == NO_CUDA:
+        raise SystemExit("the GPU's driver does not start behind any walls here")
     if len(answer) < _LENGTHS.size:
         raise SystemExit(ended_how(code, spawned.output()))
     lengths = _LENGTHS.unpack_from(answer)

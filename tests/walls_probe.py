@@ -1,6 +1,6 @@
 """What a process behind the judge's walls can do: run as a script, it tries it all and prints the outcomes as JSON.
 
-    python -m tests.walls_probe namespaces|landlock|gpu runner|builder SECRET_FILE PID_OF_ANOTHER
+    python -m tests.walls_probe namespaces|landlock runner|builder SECRET_FILE PID_OF_ANOTHER
 
 An outcome is "done", or the name of the error.
 """
@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,11 @@ def attempts(secret: Path, other: int) -> dict[str, str]:
         "use /dev/null": outcome(lambda: Path(os.devnull).open("wb").close()),
         "see disks": str(any(Path("/dev").glob("[vsx]d[a-z]")) or any(Path("/dev").glob("nvme*"))),
         "change the system": outcome(lambda: Path("/proc/sys/kernel/hostname").open("w").close()),
+        "change the memory's settings": outcome(lambda: Path("/proc/sys/vm/swappiness").open("w").close()),
+        "name a thread": outcome(
+            lambda: Path(f"/proc/self/task/{threading.get_native_id()}/comm").open("w").close()
+        ),
+        "CUDA starts": str(confine.cuda_starts()),
     }
 
 
@@ -78,9 +84,7 @@ def main(kind: str, role: str, secret: str, other: str) -> None:
             found.sendall(json.dumps(attempts(Path(secret), int(other))).encode())
         return 0
 
-    if kind == "gpu":
-        confine.has_gpu = lambda: True
-    spawned = behind_walls(body, isolate=kind in ("namespaces", "gpu"), builder=role == "builder")
+    spawned = behind_walls(body, isolate=kind == "namespaces", builder=role == "builder")
     if spawned is None:
         sys.stdout.write(json.dumps({"refused": True}))
         return

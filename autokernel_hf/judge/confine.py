@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import struct
@@ -38,8 +39,6 @@ _SECCOMP_MODE_FILTER = 2
 _DEVICES = ("null", "zero", "full", "random", "urandom", "kfd", "dri", "nvidia-caps")
 _DEVICE_PREFIX = "nvidia"
 
-NO_WALLS = "with a GPU a candidate has processes and a network of its own, but files are not hidden and not read-only yet"
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,11 +55,6 @@ class Walls:
     hidden: tuple[str, ...]
     needed: tuple[str, ...]
     writable: tuple[str, ...] = ()
-
-
-def has_gpu() -> bool:
-    """Whether this machine has a device whose driver the walls were not tried with."""
-    return any(Path("/dev", name).exists() for name in ("nvidiactl", "kfd"))
 
 
 def walls(environment: Mapping[str, str], *, builder: bool) -> Walls:
@@ -132,7 +126,7 @@ def enter(wanted: Walls) -> list[str]:
     except OSError:
         missing.append("other devices are not hidden")
     try:
-        _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY)
+        _own_processes()
     except OSError:
         missing.append("other processes are not hidden")
     for descriptor in (*kept.values(), *devices.values()):
@@ -157,6 +151,20 @@ def _show_again(path: str, descriptor: int, wanted: Walls) -> None:
     if any(_is_below(path, h) for h in wanted.hidden):
         target.mkdir(parents=True, exist_ok=True)
     _mount(f"/proc/self/fd/{descriptor}", path, None, _MS_BIND | _MS_REC)
+
+
+def _own_processes() -> None:
+    """A /proc with the processes of this namespace, in which nothing of the kernel can be changed.
+
+    It cannot be read-only as a whole: CUDA names its threads there, and does not start where it cannot.
+    """
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() or entry.is_symlink():
+            continue
+        if entry.is_dir() or entry.stat().st_mode & 0o222:
+            _mount(str(entry), str(entry), None, _MS_BIND)
+            _set_read_only(str(entry), read_only=True, recursive=False)
 
 
 def _own_devices(nodes: Mapping[str, int]) -> None:
@@ -206,6 +214,16 @@ def _raise_if(failed: bool, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
+def cuda_starts() -> bool:
+    """Whether CUDA's driver comes up in this process, which must not fork afterwards; True where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    no_device = 100
+    return driver.cuInit(0) in (0, no_device)
+
+
 # --- without namespaces -----------------------------------------------------------------------------------------------
 
 # Access rights of files, by the version of Landlock that knows them.
@@ -252,6 +270,11 @@ def restrict(wanted: Walls, private: str) -> list[str]:
         _allow(ruleset, str(device), handled & (_READ_FILE | _READ_DIR | _WRITE_FILE | _IOCTL_DEV))
     for path in (private, *wanted.writable):
         _allow(ruleset, path, handled)
+    # CUDA names its threads there, and does not start where it cannot. Root could change the kernel's settings there too,
+    # unless they are read-only (as in a container): it gets the threads of this process alone.
+    kernel_is_safe = not os.access("/proc/sys/kernel/core_pattern", os.W_OK)
+    threads = "/proc" if kernel_is_safe else "/proc/self/task"
+    _allow(ruleset, threads, handled & (read | _WRITE_FILE | _TRUNCATE))
     _raise_if(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0, "no_new_privs")
     done = _libc.syscall(ctypes.c_long(_NR_LANDLOCK_RESTRICT), ctypes.c_int(ruleset), ctypes.c_uint32(0))
     _raise_if(done != 0, "landlock_restrict_self")
@@ -294,7 +317,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
             ctypes.c_char_p(beneath),
             ctypes.c_uint32(0),
         )
-        _raise_if(done != 0, f"landlock_add_rule {path}")
+        # A pipe or a socket, as /dev/stderr may be: it has no path, so Landlock does not rule it.
+        _raise_if(done != 0 and ctypes.get_errno() != errno.EBADFD, f"landlock_add_rule {path}")
     finally:
         os.close(descriptor)
 

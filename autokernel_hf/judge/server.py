@@ -192,10 +192,7 @@ def main(descriptor: str, device: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=int(descriptor))
     _preload()
-    walls = {
-        builder: None if device == "cuda" else confine.walls(os.environ, builder=builder)
-        for builder in (False, True)
-    }
+    walls = {builder: confine.walls(os.environ, builder=builder) for builder in (False, True)}
     # Wardens are nobody's concern here: each tells by itself how its child ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     messages.send(channel, {"ready": True})
@@ -213,7 +210,7 @@ def main(descriptor: str, device: str) -> None:
 
 def behind_walls(body: Body, *, isolate: bool, builder: bool = False) -> Spawned | None:
     """Fork a child of this process that does `body` behind its walls. None: namespaces are refused."""
-    walls = None if confine.has_gpu() else confine.walls(os.environ, builder=builder)
+    walls = confine.walls(os.environ, builder=builder)
 
     def fork(channel: int, log: int, status: int, kept: tuple[int, int]) -> None:
         if os.fork() == 0:
@@ -248,9 +245,8 @@ def _spawned(start: Callable[[int, int, int, tuple[int, int]], None], *, isolate
 def probe() -> None:
     """Write to stdout, as JSON, whether a child gets namespaces here, and what its walls lack (for `doctor`)."""
     for isolate in (True, False):
-        spawned = behind_walls(lambda channel: 0, isolate=isolate)
-        if spawned is not None:
-            spawned.wait(5.0)
+        spawned = behind_walls(lambda channel: 0 if confine.cuda_starts() else 1, isolate=isolate)
+        if spawned is not None and spawned.wait(30.0) == 0:
             found = {"namespaces": isolate, "not_enforced": spawned.not_enforced}
             break
     else:
@@ -279,9 +275,7 @@ def _serve(channel: int) -> int:
     return child.serve(socket.socket(fileno=channel))
 
 
-def _warden(
-    isolate: bool, walls: confine.Walls | None, body: Body, channel: int, log: int, status: int
-) -> NoReturn:
+def _warden(isolate: bool, walls: confine.Walls, body: Body, channel: int, log: int, status: int) -> NoReturn:
     """Start the child, wait for its end, clean up behind it, and say how it ended."""
     code = 1
     private = None
@@ -293,7 +287,7 @@ def _warden(
             os._exit(_NAMESPACES_REFUSED)
         if not isolate:
             sandbox.adopt_orphans()
-        if not isolate or walls is None:
+        if not isolate:
             private = tempfile.mkdtemp(prefix="autokernel_hf_")
         start_read, start_write = os.pipe()
         ready_read, ready_write = os.pipe()
@@ -330,7 +324,7 @@ class _Life:
     """What a child needs from its warden: its task, its walls, and descriptors."""
 
     body: Body
-    walls: confine.Walls | None  # None where they were not tried yet: with a GPU
+    walls: confine.Walls
     private: str | None  # a folder of its own, where /tmp is not
     channel: int
     log: int
@@ -348,7 +342,7 @@ def _init(life: _Life) -> NoReturn:
     """The first process of the namespaces: it puts up the walls, and its own end ends all others."""
     sandbox.die_with_parent()
     try:
-        missing = [confine.NO_WALLS] if life.walls is None else confine.enter(life.walls)
+        missing = confine.enter(life.walls)
         pid = os.fork()
     except OSError:
         os.dup2(life.log, 2)
@@ -381,14 +375,11 @@ def _child(life: _Life, missing: Sequence[str] = ()) -> NoReturn:
         os.dup2(life.log, 2)
         os.close(life.log)
         # Under Landlock its home is out of reach.
-        _move_in(
-            life.private or confine.PRIVATE, homeless=life.private is not None and life.walls is not None
-        )
-        missing = list(missing) or ([confine.NO_WALLS] if life.walls is None else [])
-        if life.walls is not None:
-            if life.private is not None:
-                missing += confine.restrict(life.walls, life.private)
-            missing += confine.give_up_rights()
+        _move_in(life.private or confine.PRIVATE, homeless=life.private is not None)
+        missing = list(missing)
+        if life.private is not None:
+            missing += confine.restrict(life.walls, life.private)
+        missing += confine.give_up_rights()
         os.write(life.ready, (json.dumps(missing) + "\n").encode())
         os.close(life.ready)
         os.read(life.start, 1)
