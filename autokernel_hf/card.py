@@ -501,6 +501,8 @@ def _verified(verification: Verification | None, profile: Profile | None) -> _Ve
         ("torch.compile, with the kernels", latency.compile_kernels),
         ("torch.compile with CUDA graphs", latency.compile_cudagraphs),
         ("torch.compile with CUDA graphs and the kernels", latency.compile_kernels_cudagraphs),
+        ("captured in a CUDA graph", latency.eager_cudagraphs),
+        ("captured in a CUDA graph, with the kernels", latency.eager_kernels_cudagraphs),
     )
     rows = [(name, f"{ms:.4g}") for name, ms in columns if ms is not None]
     ci = verification.speedup_ci95

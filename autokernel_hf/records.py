@@ -436,6 +436,8 @@ class Latency(Record):
     compile_kernels: float | None = None
     compile_cudagraphs: float | None = None
     compile_kernels_cudagraphs: float | None = None
+    eager_cudagraphs: float | None = None
+    eager_kernels_cudagraphs: float | None = None
 
 
 class Speedup(Record):

@@ -5,7 +5,8 @@ The model is patched with the classes that ship, loaded from the folders that sh
 1. Is every kernel called? Calls are counted at the kernel, site by site, in a pass of its own.
 2. Is the output right? On several inputs, against a run in higher precision, beside the plain model's own error.
 3. Is it faster than the plain model? Pairs of passes in random order; the verdict is the interval of their ratio.
-4. How does it compare with torch.compile, without and with CUDA graphs? Always told, also where it wins.
+4. How does it compare with torch.compile, without and with CUDA graphs? Always told, also where it wins. On a GPU the
+   plain pass and the one with kernels are also captured in CUDA graphs as they are.
 
 The plain model is never touched: what is patched is a copy of its modules that shares its weights. Functions that
 belong to the process are replaced only while a patched pass runs.
@@ -17,7 +18,6 @@ import contextlib
 import gc
 import logging
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,28 +31,17 @@ from autokernel_hf import gpu
 from autokernel_hf.accuracy import Accuracy, in_higher_precision, twin, widened
 from autokernel_hf.build import load
 from autokernel_hf.errors import JudgeError, ModelError, PackageError, UsageError
-from autokernel_hf.judge.statistics import bootstrap_median
 from autokernel_hf.models import Inputs, LoadedModel, run_pass
 from autokernel_hf.models.outputs import deviation, floating_tensors, slices
 from autokernel_hf.patch import Patch, rebound
 from autokernel_hf.progress import NOTE
-from autokernel_hf.records import (
-    Interval,
-    Latency,
-    OutputError,
-    Site,
-    Speedup,
-    SpeedupInterval,
-    Verification,
-)
+from autokernel_hf.records import Latency, OutputError, Site, Speedup, SpeedupInterval, Verification
+from autokernel_hf.verify_columns import Timing, captured_pass, compiled_pass
 
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 150.0
-MIN_PAIRS, MAX_PAIRS = 10, 40
-MIN_COMPILED_ROUNDS, MAX_COMPILED_ROUNDS = 3, 20
 _EAGER_PART = 0.45  # of the budget: the eager pair decides, so it is measured longest
-_NARROW = 0.005  # half-width of the interval at which more pairs are not worth their time
 _COMPILED_SLACK = 4.0  # see `_compiled_is_right`
 
 
@@ -269,8 +258,8 @@ class _Bench:
 
     # 3 and 4. Times.
 
-    def time(self, deadline: float, *, compile: bool, notes: _Notes) -> _Timing:
-        timing = _Timing()
+    def time(self, deadline: float, *, compile: bool, notes: _Notes) -> Timing:
+        timing = Timing()
         inputs = self._loaded.inputs
         columns: dict[str, Callable[[], Any]] = {
             "eager": lambda: run_pass(self._plain, inputs, self._loaded.pulled.id),
@@ -290,7 +279,12 @@ class _Bench:
         try:
             # Every column is code of its own for the same functions: together they pass the usual limits.
             with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
-                columns |= self._compiled(timing, notes)
+                inputs, remark = self._for_compile()
+                if remark:
+                    notes.add(remark)
+                columns |= self._compiled(inputs, timing, notes)
+                if self._loaded.device.type == "cuda":
+                    columns |= self._captured(inputs, timing, notes)
                 if len(columns) > 2 and not timing.problem:
                     logger.log(NOTE, "  timing %s in turn", ", ".join(columns))
                     with _no_garbage_collection():
@@ -322,11 +316,8 @@ class _Bench:
             del output
         return (end - begin) * 1e3
 
-    def _compiled(self, timing: _Timing, notes: _Notes) -> dict[str, Callable[[], Any]]:
+    def _compiled(self, inputs: Inputs, timing: Timing, notes: _Notes) -> dict[str, Callable[[], Any]]:
         """The columns of torch.compile that work here, compiled and warm."""
-        inputs, remark = self._for_compile()
-        if remark:
-            notes.add(remark)
         modes: list[tuple[str, str | None]] = [("", None)]
         if self._loaded.device.type == "cuda":
             modes.append(("_cudagraphs", "reduce-overhead"))
@@ -337,7 +328,7 @@ class _Bench:
             off: dict[str, float] = {}
             for name, model in ((f"compile{suffix}", self._plain), (f"compile_kernels{suffix}", self._twin)):
                 logger.log(NOTE, "  compiling the column %s with torch.compile", name)
-                run = _compiled_pass(model, inputs, mode)
+                run = compiled_pass(model, inputs, mode)
                 begin = time.monotonic()
                 try:
                     with self._patch if "kernels" in name else contextlib.nullcontext():
@@ -356,6 +347,37 @@ class _Bench:
                 timing.problem = (
                     f"under torch.compile the output with the kernels is off by {kernels:.2g} of its size, "
                     f"and by {patched_off:.2g} without it"
+                )
+        return columns
+
+    def _captured(self, inputs: Inputs, timing: Timing, notes: _Notes) -> dict[str, Callable[[], Any]]:
+        """The eager passes as CUDA graphs, where they can be captured."""
+        expected = floating_tensors(self.run_plain(inputs))
+        others = self._loaded.make_inputs(self._loaded.spec.seed + 17)
+        columns: dict[str, Callable[[], Any]] = {}
+        for name, model in (("eager_cudagraphs", self._plain), ("eager_kernels_cudagraphs", self._twin)):
+            kernels = model is self._twin
+            try:
+                with self._patch if kernels else contextlib.nullcontext():
+                    run = captured_pass(model, inputs, others)
+                    found = floating_tensors(run())
+                    self.join()
+            except (RuntimeError, ModelError) as error:
+                self.join()
+                notes.add(f"{name} was not measured: the pass cannot be captured ({_first_line(error)})")
+                continue
+            off = _largest(found, expected)
+            eager = _largest(floating_tensors(self.run_patched(inputs)), expected) if kernels else 0.0
+            if _compiled_is_right(off, None, eager, expected):
+                columns[name] = run
+            elif kernels:
+                timing.problem = (
+                    f"replayed from a CUDA graph the output with the kernels is off by {off:.2g} of its size, "
+                    f"and by {eager:.2g} without the graph"
+                )
+            else:
+                notes.add(
+                    f"{name} was not measured: the replayed pass is off by {off:.2g} of its output's size"
                 )
         return columns
 
@@ -458,18 +480,6 @@ def _vocabulary(model: nn.Module) -> int | None:
     return int(size) if size else None
 
 
-def _compiled_pass(model: nn.Module, inputs: Inputs, mode: str | None) -> Callable[[], Any]:
-    compiled = torch.compile(model, dynamic=False, mode=mode)
-
-    def run() -> Any:
-        if mode is not None:
-            torch.compiler.cudagraph_mark_step_begin()
-        with torch.no_grad():
-            return compiled(**inputs)
-
-    return run
-
-
 def _largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest deviation over the outputs."""
     if found.keys() != expected.keys():
@@ -486,69 +496,7 @@ def _compiled_is_right(kernels: float, peer: float | None, eager: float, plain: 
     return kernels <= _COMPILED_SLACK * max(eager + (peer or 0.0), epsilon)
 
 
-# --- times --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Timing:
-    """Milliseconds of passes: pairs of the two eager columns, and rounds of all columns."""
-
-    pairs: list[dict[str, float]] = field(default_factory=list)
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    problem: str = ""
-
-    def enough_pairs(self, late: bool) -> bool:
-        count = len(self.pairs)
-        if count < MIN_PAIRS:
-            return False
-        if late or count >= MAX_PAIRS:
-            return True
-        low, high = bootstrap_median(self._ratios(self.pairs, "eager", "eager_kernels"))
-        return count >= 2 * MIN_PAIRS and high - low <= 2 * _NARROW
-
-    def enough_rounds(self, late: bool) -> bool:
-        count = len(self.rounds)
-        return count >= MAX_COMPILED_ROUNDS or (late and count >= MIN_COMPILED_ROUNDS)
-
-    def latency(self) -> Latency:
-        times: dict[str, list[float]] = {}
-        for row in [*self.pairs, *self.rounds]:
-            for name, ms in row.items():
-                times.setdefault(name, []).append(ms)
-        return Latency(**{name: statistics.median(values) for name, values in times.items()})
-
-    def speedup(self) -> Speedup:
-        return Speedup(vs_eager=_median(self._vs_eager()), vs_compile=_median(self._vs_compile()))
-
-    def intervals(self) -> SpeedupInterval:
-        return SpeedupInterval(vs_eager=_interval(self._vs_eager()), vs_compile=_interval(self._vs_compile()))
-
-    def _vs_eager(self) -> list[float]:
-        return self._ratios([*self.pairs, *self.rounds], "eager", "eager_kernels")
-
-    def _vs_compile(self) -> list[float]:
-        """The better of torch.compile's columns over the best column with kernels, by round."""
-        peer = self._fastest(lambda name: name.startswith("compile") and "kernels" not in name)
-        kernels = self._fastest(lambda name: "kernels" in name)
-        if peer is None or kernels is None:
-            return []
-        return self._ratios(self.rounds, peer, kernels)
-
-    def _fastest(self, among: Callable[[str], bool]) -> str | None:
-        names = [name for name in (self.rounds[0] if self.rounds else {}) if among(name)]
-        return min(names, key=lambda n: statistics.median(r[n] for r in self.rounds), default=None)
-
-    @staticmethod
-    def _ratios(rows: Sequence[dict[str, float]], over: str, under: str) -> list[float]:
-        return [row[over] / row[under] for row in rows if over in row and under in row]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _interval(values: Sequence[float]) -> Interval | None:
-    return bootstrap_median(values) if values else None
+# --- small things ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

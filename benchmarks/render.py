@@ -50,6 +50,17 @@ def models(name: str) -> str:
         "| against compile (95 %) | kernels that won | all in |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    graphs = any(
+        ((result.get("record") or {}).get("verification") or {})
+        .get("latency_ms", {})
+        .get("eager_kernels_cudagraphs")
+        for result in document["cases"].values()
+    )
+    if graphs:
+        lines = [
+            lines[0].replace("| against eager", "| graph | graph + kernels | against eager", 1),
+            lines[1] + "---|---|",
+        ]
     device = None
     for case, result in document["cases"].items():
         record = result.get("record")
@@ -60,7 +71,7 @@ def models(name: str) -> str:
         found = record["verification"]
         cells = [case, record["status"]]
         if found is None:
-            cells += ["", "", "", "", "", ""]
+            cells += [""] * (8 if graphs else 6)
         else:
             times = found["latency_ms"]
             best = {
@@ -69,6 +80,8 @@ def models(name: str) -> str:
                 "compile": _least(times["compile"], times["compile_cudagraphs"]),
                 "compile_kernels": _least(times["compile_kernels"], times["compile_kernels_cudagraphs"]),
             }
+            if graphs:
+                best |= {n: times.get(n) for n in ("eager_cudagraphs", "eager_kernels_cudagraphs")}
             cells += [f"{v:.2f} ms" if v is not None else "not measured" for v in best.values()]
             cells += [
                 ratio(found["speedup"]["vs_eager"], found["speedup_ci95"]["vs_eager"]),
@@ -83,6 +96,7 @@ def models(name: str) -> str:
         f"(`benchmarks/results/{name}`). Columns with compile are the better of torch.compile without and with CUDA "
         "graphs, where there are any; against compile is the better of those over the best column with kernels. A speed-up "
         "of a kernel is against the model's own code at that place."
+        + (" Graph: the eager pass captured in a CUDA graph as it is." if graphs else "")
         + (f" {document['note']}" if "note" in document else "")
         + "\n\n"
         + "\n".join(lines)
