@@ -16,7 +16,7 @@ import torch
 from autokernel_hf.judge import checks
 from autokernel_hf.judge.cases import STAGES, Scope, cases_of, key_of
 from autokernel_hf.kernels import kernel_type, kernel_types
-from autokernel_hf.kernels.base import KernelType, make_inputs
+from autokernel_hf.kernels.base import KernelType, make_inputs, round_to_bits
 from autokernel_hf.records import Workload
 from autokernel_hf.variant import Domain
 
@@ -114,7 +114,7 @@ def test_an_infinity_among_the_outputs_does_not_excuse_the_others() -> None:
 
 def test_narrow_loses_digits_but_not_range() -> None:
     x = torch.tensor([1.0, 1.0 + 2.0**-12, 3e38, 1e-38, math.inf, 0.0], dtype=torch.float32)
-    rounded = checks._rounded(x, 11).float()
+    rounded = round_to_bits(x, 11).float()
     assert rounded[0] == 1.0 and rounded[1] == 1.0
     assert rounded[2] == pytest.approx(3e38, rel=2.0**-11) and rounded[3] == pytest.approx(
         1e-38, rel=2.0**-11

@@ -25,6 +25,7 @@ from autokernel_hf.kernels.base import (
     KernelType,
     Outputs,
     output_specs,
+    round_to_bits,
     upcast,
 )
 from autokernel_hf.records import Workload
@@ -256,20 +257,14 @@ def _narrow(kernel_type: KernelType, args: Args, expected: Expected, previous: E
     dtype = next(v.dtype for v in args.values() if isinstance(v, Tensor))
     bits = _NARROWER_BITS[dtype]
     narrowed = {
-        name: _rounded(value, bits).to(dtype) if isinstance(value, Tensor) and value.dtype == dtype else value
+        name: round_to_bits(value, bits).to(dtype)
+        if isinstance(value, Tensor) and value.dtype == dtype
+        else value
         for name, value in args.items()
     }
     with torch.no_grad():
         outputs = kernel_type.reference(**narrowed)
-    return tuple(_rounded(o, bits) if o.is_floating_point() else o for o in outputs)
-
-
-def _rounded(x: Tensor, bits: int) -> Tensor:
-    """Rounded to so many significant bits, in float64."""
-    x = x.double()
-    mantissa, exponent = torch.frexp(x)
-    rounded = torch.ldexp(torch.round(mantissa * 2.0**bits) / 2.0**bits, exponent)
-    return torch.where(torch.isfinite(x) & (x != 0), rounded, x)
+    return tuple(round_to_bits(o, bits) if o.is_floating_point() else o for o in outputs)
 
 
 IMPOSTORS: dict[str, Impostor] = {

@@ -31,6 +31,7 @@ from autokernel_hf.kernels.base import (
     itemsize,
     liger_peer,
     module_sites,
+    sum_roundings,
     tensor_bytes,
     workload_from,
 )
@@ -176,7 +177,7 @@ def _fill_residual(name: str, spec: TensorSpec, workload: Workload, generator: t
 def _roundings(workload: Workload) -> float:
     if workload.arg("kind") == "layer":
         return 1.0 + layernorm.roundings(workload)
-    return 3.0 + math.log2(workload.tensor("x").shape[-1] + 2) / 2
+    return 3.0 + sum_roundings(workload.tensor("x").shape[-1]) / 2
 
 
 def _flops(workload: Workload) -> float:

@@ -26,6 +26,7 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     input_bytes,
     itemsize,
+    sum_roundings,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
@@ -310,7 +311,7 @@ def _impostors_exempt(impostor: str, workload: Workload) -> bool:
 def _roundings(workload: Workload) -> float:
     # In these regimes scores reach a hundred, and a weight carries the rounding of its score.
     score = 100.0 if workload.values in ("equal", "one_hot") else 0.0
-    return score + math.sqrt(workload.tensor("q").shape[3]) + math.log2(workload.tensor("k").shape[2] + 2)
+    return score + math.sqrt(workload.tensor("q").shape[3]) + sum_roundings(workload.tensor("k").shape[2])
 
 
 def _sites(model: nn.Module) -> Iterable[Site]:
@@ -407,7 +408,7 @@ KERNEL_TYPE = KernelType(
         ulps=3.0,
         growth=growth_in_fp32(_roundings),
         why="one rounding of the output and one of each weight before the second product, which averages them; a "
-        "score in fp32 wanders by sqrt(D) roundings and the sum of the weights by log2(Sk); k is 3 because torch "
+        "score in fp32 wanders by sqrt(D) roundings and the sums over the keys by sqrt(Sk); k is 3 because torch "
         "picks among kernels of unlike error",
     ),
     flops=_flops,

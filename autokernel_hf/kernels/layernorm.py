@@ -26,6 +26,8 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     liger_peer,
     module_sites,
+    round_to_bits,
+    sum_roundings,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
@@ -91,15 +93,18 @@ def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) ->
 
 
 def roundings(workload: Workload) -> float:
-    """Roundings in fp32 of a two-pass norm: log2(N)/2 of each mean, and those that a row's mean magnifies.
+    """Roundings in fp32 of a two-pass norm: half of those of the sum of squares, and all of the mean's, magnified.
 
-    The mean is known to an ulp or two of the values, and the deviation from it is divided by the deviations' spread: in
-    the regime "large_offset" the values are 100 spreads away from 0; in "equal" they go up to 4, the spread is sqrt(eps).
+    The deviation from the mean is divided by the deviations' spread: in the regime "large_offset" the values are 100
+    spreads away from 0; in "equal" they go up to 4, and the spread is sqrt(eps), but their sum is exact (see `_fill`), so
+    that the mean is known to an ulp or two.
     """
     N, eps = workload.tensor("x").shape[-1], workload.arg("eps")
     assert isinstance(eps, float)
-    magnified = {"large_offset": 100.0, "equal": 10.0 / math.sqrt(max(eps, 1e-12))}.get(workload.values, 1.0)
-    return 2.0 + math.log2(N + 2) / 2 + magnified
+    if workload.values == "equal":
+        return 2.0 + 10.0 / math.sqrt(max(eps, 1e-12))
+    magnified = 100.0 if workload.values == "large_offset" else 1.0
+    return 2.0 + sum_roundings(N) / 2 + magnified * (1.0 + sum_roundings(N))
 
 
 def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
@@ -107,6 +112,10 @@ def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Gene
     undefined = workload.values == "equal" and workload.arg("bias") is None
     values = "normal" if undefined else workload.values
     x = fill_values(spec, values, generator)
+    if values == "equal":
+        # Of eight bits, so that up to 2^16 of them add up without rounding, in any order. Otherwise a norm that divides
+        # by sqrt(eps) would magnify the roundings of a long sum until they are as large as the bias.
+        x = round_to_bits(x, 8)
     # Standard normal rows are normalized already: without parameters a copy of them would do.
     return x * 1.75 + 0.5 if values == "normal" else x
 
@@ -197,8 +206,8 @@ KERNEL_TYPE = KernelType(
         k=2.0,
         ulps=1.0,
         growth=growth_in_fp32(roundings),
-        why="one rounding to the output's dtype; before it, in fp32, two means of N terms and the deviations from a "
-        "mean that is itself known to an ulp only, which counts where it is large against the spread",
+        why="one rounding to the output's dtype; before it, in fp32, two sums of N terms in any order, of which the "
+        "first, the mean, counts as often as it is large against the spread",
     ),
     flops=_flops,
     layers=(Layer(name="LayerNorm", hook="LayerNorm", find=_find),),

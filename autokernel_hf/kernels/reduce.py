@@ -22,6 +22,7 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     input_bytes,
     itemsize,
+    sum_roundings,
     tells_no_digits,
     workload_from,
 )
@@ -90,6 +91,15 @@ def _distinct_outputs(workload: Workload) -> int:
     return math.prod(n for n, stride in kept if stride != 0)
 
 
+def _alike(workload: Workload) -> bool:
+    """Whether the elements that make an output are one number many times: a dimension that is expanded."""
+    strides = workload.tensor("x").strides
+    return strides is not None and len(strides) > 0 and strides[_dim(workload)] == 0
+
+
+_LONG = 4096  # of more elements one may be missing within the roundings of the rest, unless it is a large one: the last
+
+
 def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
     """The workload's regime, each output's elements at a size of their own, tamed where the answer would be noise.
 
@@ -107,6 +117,9 @@ def _fill(name: str, spec: TensorSpec, workload: Workload, generator: torch.Gene
         near_one = torch.sign(normal) * torch.exp2(normal / math.sqrt(length)) * size ** (1 / length)
         return torch.where(torch.isfinite(x), near_one, x)
     x = x * size
+    if op in ("sum", "mean") and length > _LONG and workload.values == "normal" and not _alike(workload):
+        last = x.select(_dim(workload), -1)
+        last.copy_(torch.sign(last) * size.select(_dim(workload), 0) * math.sqrt(length))
     if op in ("sum", "mean") and (_distinct_outputs(workload) == 1 or workload.values == "tiny"):
         x = torch.where(torch.isfinite(x), x.abs(), x)
     if op == "sum" and spec.dtype == "float16" and x.numel():
@@ -122,7 +135,7 @@ def _roundings(workload: Workload) -> float:
         return 0.0
     if op == "prod":
         return math.sqrt(length + 1)
-    return math.log2(length + 2) + math.sqrt(length) / 16
+    return 1.0 + sum_roundings(length, alike=_alike(workload))
 
 
 def _impostors_exempt(impostor: str, workload: Workload) -> bool:
@@ -200,8 +213,8 @@ KERNEL_TYPE = KernelType(
         k=2.0,
         ulps=2.0,
         growth=growth_in_fp32(_roundings),
-        why="one rounding to the output's dtype; a sum of N terms in fp32 by a tree adds log2(N) roundings and a run "
-        "of each thread's own terms a little more; a product wanders by sqrt(N) roundings; a maximum has none",
+        why="one rounding to the output's dtype; a sum of N terms in fp32 wanders by about sqrt(N) roundings in the worst "
+        "order, or N/4 where all terms are the same; a product wanders by sqrt(N) roundings; a maximum has none",
     ),
     flops=lambda workload: float(math.prod(workload.tensor("x").shape)),
     bytes_moved=lambda workload: input_bytes(workload) + _out_elements(workload) * itemsize(workload.dtype),

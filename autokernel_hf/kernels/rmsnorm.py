@@ -26,6 +26,7 @@ from autokernel_hf.kernels.base import (
     growth_in_fp32,
     liger_peer,
     module_sites,
+    sum_roundings,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload
@@ -74,7 +75,7 @@ def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) ->
 
 
 def _roundings(workload: Workload) -> float:
-    return 3.0 + math.log2(workload.tensor("x").shape[-1] + 2) / 2
+    return 3.0 + sum_roundings(workload.tensor("x").shape[-1], alike=workload.values == "equal") / 2
 
 
 def _flops(workload: Workload) -> float:
@@ -202,8 +203,8 @@ KERNEL_TYPE = KernelType(
         k=2.0,
         ulps=1.0,
         growth=growth_in_fp32(_roundings),
-        why="one rounding to the output's dtype (torch makes two of them); before it, in fp32, the mean of N squares, "
-        "halved by the root, a quotient and the products with x and weight",
+        why="one rounding to the output's dtype (torch makes two of them); before it, in fp32, a sum of N squares in any "
+        "order, whose error the root halves, a quotient and the products with x and weight",
     ),
     flops=_flops,
     impostors_exempt=_exempt,
