@@ -50,7 +50,7 @@ def optimize(
         out: Where the run folder is made.
         resume: A run folder to go on with, whose own settings are used.
         **options: As on the command line, with underscores: device, dtype, input_shape, random_weights, revision, top,
-            max_experiments, budget_s, target_speedup, backend, proposer, name, license, ...
+            max_experiments, budget_s, target_speedup, backend, proposer, devices, name, license, ...
 
     Raises:
         AutokernelError: A known failure, with its remedy.
@@ -62,8 +62,7 @@ def optimize(
     from autokernel_hf.records import ModelSpec
     from autokernel_hf.runs import RunSettings
 
-    # The last is refused on the command line too: nothing shares several devices yet.
-    known = set(RunSettings.model_fields) - {"schema_version", "spec", "created", "devices"}
+    known = set(RunSettings.model_fields) - {"schema_version", "spec", "created"}
     unknown = set(options) - _SPEC_FIELDS - known
     if unknown:
         raise TypeError(f"optimize() has no option {', '.join(sorted(unknown))}")

@@ -153,6 +153,16 @@ def shape(text: str | None) -> tuple[int, ...] | None:
     return sizes
 
 
+def numbers(text: str | None) -> tuple[int, ...]:
+    """`0,1` as numbers of GPUs; none for None. Raises UsageError for anything else."""
+    if text is None:
+        return ()
+    parts = text.replace(" ", "").split(",")
+    if not all(re.fullmatch(r"[0-9]{1,4}", p) for p in parts):
+        raise UsageError(f"--devices {text} is no list of GPUs.", remedy="Write their numbers, as in 0,1.")
+    return tuple(map(int, parts))
+
+
 def seconds(text: str | None) -> float | None:
     """`90`, `90s`, `30m`, `2h` in seconds. Raises UsageError for anything else."""
     if text is None:

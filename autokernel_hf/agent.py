@@ -29,6 +29,7 @@ class Context:
         prescriptions: Kinds of tunables to try first, from the diagnosis of the incumbent.
         bound: What bounds the incumbent, in words with numbers.
         remaining: Experiments left in the budget.
+        pending: Proposals that are being judged now, where several devices are.
     """
 
     target: Target
@@ -39,6 +40,7 @@ class Context:
     bound: str
     remaining: int
     seed: int = 0
+    pending: tuple[Proposal, ...] = ()
 
 
 class NothingLeft(Exception):  # noqa: N818 - an end, not an error
@@ -70,8 +72,11 @@ class Playbook:
         if not space:
             return []
         tried = {e.digest for e in context.attempts}
+        tried |= {_digest(context, p.source) for p in context.pending}
         opened = sum("opening" in e.tag.split(",") for e in context.attempts)
-        openings = max(2, (len(context.attempts) + context.remaining) // 2) - opened
+        opened += sum("opening" in p.tags for p in context.pending)
+        whole = len(context.attempts) + len(context.pending) + context.remaining
+        openings = max(2, whole // 2) - opened
         proposals: list[Proposal] = []
         for proposal in [*self._openings(context, space), *self._sampled(context, space, n)]:
             digest = _digest(context, proposal.source)
@@ -113,7 +118,7 @@ class Playbook:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         size = math.prod(len(t.choices) for t in space)
         distributions = {t.name: optuna.distributions.CategoricalDistribution(list(t.choices)) for t in space}
-        key = f"{context.target.name}/{context.seed}/{len(context.attempts)}"
+        key = f"{context.target.name}/{context.seed}/{len(context.attempts) + len(context.pending)}"
         sampler = optuna.samplers.TPESampler(
             seed=zlib.crc32(key.encode()),
             n_startup_trials=4,
@@ -134,6 +139,16 @@ class Playbook:
                     params=params, distributions=distributions, value=score if score is not None else 0.0
                 )
             )
+        for pending in context.pending:
+            params = {k: v for k, v in pending.tunables.items() if k in distributions}
+            if set(params) == set(distributions) and all(
+                v in distributions[k].choices for k, v in params.items()
+            ):
+                study.add_trial(
+                    optuna.trial.create_trial(
+                        state=optuna.trial.TrialState.RUNNING, params=params, distributions=distributions
+                    )
+                )
         proposals = []
         seen: set[str] = set()
         present = tunables.values(context.incumbent.source)

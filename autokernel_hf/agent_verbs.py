@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from autokernel_hf import tunables
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.errors import CandidateError, RunError
+from autokernel_hf.figures import gain_over, weighted
 from autokernel_hf.records import (
     Backend,
     Decision,
@@ -24,7 +25,7 @@ from autokernel_hf.records import (
     Target,
     Workload,
 )
-from autokernel_hf.runs import gain_over, opened, weighted
+from autokernel_hf.runs import opened
 
 if TYPE_CHECKING:
     from autokernel_hf._console import Console

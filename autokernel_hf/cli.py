@@ -5,7 +5,6 @@ Stages are imported inside the commands, so that `--help` answers at once and im
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ from autokernel_hf._options import (
     TrustRemoteCode,
     check_backend,
     check_device,
+    numbers,
     seconds,
     takes_model,
 )
@@ -73,7 +73,8 @@ def optimize(
         typer.Option(min=0.0, help="Dollars per million tokens of answers [as the server says]."),
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="0,1", help="The GPU to use: several are not shared yet.")
+        str | None,
+        typer.Option(metavar="0,1", help="GPUs to judge on side by side; the model runs on the first."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Kernel types to work on, at most.")] = 3,
     max_experiments: Annotated[int, typer.Option(min=1, help="Experiments a target.")] = 20,
@@ -117,10 +118,6 @@ def optimize(
             from autokernel_hf.llm import check_base_url
 
             check_base_url(base_url)
-        if devices is not None and len(devices.split(",")) > 1:
-            raise UsageError("Several devices are not shared yet.", remedy="Name one with --device cuda:N.")
-        if devices is not None and options.device == "auto":
-            options = dataclasses.replace(options, device=f"cuda:{devices}")
         spec = options.spec(model or "")
         settings = RunSettings(
             spec=spec,
@@ -138,6 +135,7 @@ def optimize(
             target_speedup=target_speedup,
             name=name,
             license=license,
+            devices=numbers(devices),
         )
         if resume is not None:
             plain = RunSettings(spec=ModelOptions().spec(""))
@@ -366,11 +364,11 @@ def verify(
 ) -> None:
     """Check the whole model again with a run's winners in place."""
     with guarded("verify", json, debug) as console:
-        from autokernel_hf import pipeline
+        from autokernel_hf import shipping
         from autokernel_hf.runs import opened
 
         with opened(run) as found:
-            verification = pipeline.verify_again(found, console)
+            verification = shipping.verify_again(found, console)
         console.result(verification, render.verification_text)
         if not verification.passed:
             console.line(verification.reason)
@@ -398,11 +396,11 @@ def export(
 ) -> None:
     """Make Kernel Hub packages of a run's winners, or of one file."""
     with guarded("export", json, debug) as console:
-        from autokernel_hf import pipeline
+        from autokernel_hf import shipping
 
         wanted = tuple(a.strip() for a in archs.split(",")) if archs else ()
         console.stage(f"Exporting {', '.join(map(str, source))}")
-        packages = pipeline.export(
+        packages = shipping.export(
             *source, name=name, version=version, archs=wanted, license=license, out=out, bundle=bundle
         )
         console.result({"packages": [p.model_dump(mode="json") for p in packages]}, render.packages_text)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autokernel_hf.errors import RunError, UsageError
+from autokernel_hf.ledger import Asked
 from autokernel_hf.llm import (
     Answer,
     Chat,
@@ -25,7 +26,7 @@ from autokernel_hf.llm import (
 )
 from autokernel_hf.progress import NOTE
 from autokernel_hf.records import Record, write_atomically
-from autokernel_hf.runs import Asked, Run
+from autokernel_hf.runs import Run
 
 logger = logging.getLogger(__name__)
 

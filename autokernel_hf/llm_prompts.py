@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from autokernel_hf.agent import Context
 from autokernel_hf.binding import launcher_prototype
 from autokernel_hf.contract import python_signature
+from autokernel_hf.figures import weighted
 from autokernel_hf.kernels import kernel_type as find_type
+from autokernel_hf.ledger import Reflected
 from autokernel_hf.llm_edits import difference
 from autokernel_hf.records import Backend, Experiment, TensorSpec, Workload
-from autokernel_hf.runs import Reflected, weighted
 
 if TYPE_CHECKING:
     from jinja2 import Template

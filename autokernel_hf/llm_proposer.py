@@ -21,12 +21,13 @@ from autokernel_hf import contract, llm_prompts, tunables
 from autokernel_hf.agent import Context, NothingLeft, Playbook, Proposer
 from autokernel_hf.errors import CandidateError
 from autokernel_hf.kernels import kernel_type as find_type
+from autokernel_hf.ledger import Reflected, Round
 from autokernel_hf.llm import Answer, Chat, ContextFullError, LanguageModelError, Message, UnavailableError
 from autokernel_hf.llm_account import FOLDER, Account, BudgetSpentError, chat_of, save, spent_by
 from autokernel_hf.llm_edits import Reading, normalised, read, structure
 from autokernel_hf.llm_prompts import LEVELS, Shown
 from autokernel_hf.records import Candidate, Experiment, Proposal, Record
-from autokernel_hf.runs import Reflected, Round, Run
+from autokernel_hf.runs import Run
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +116,12 @@ class LanguageModel:
             NothingLeft: The model is asked no more, and the playbook has nothing left either.
         """
         tried = {e.digest for e in context.attempts}
+        tried |= {self._digest(context, p) for p in context.pending}
         waiting = [p for p in self._pending(context) if self._digest(context, p) not in tried]
         # A proposal that was handed out and never entered is not handed out for ever.
         waiting = [p for p in waiting if self._handed[self._digest(context, p)] < 2]
+        if not waiting and self._over is None and context.pending:
+            return []  # repairs and reasons are asked for when the whole round is judged
         if not waiting and self._over is None:
             try:
                 waiting = self._turn(context, n)

@@ -8,28 +8,25 @@ its own (`worker`, `judge`); this module holds neither, and decides nothing that
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from autokernel_hf import llm_account, llm_proposer, worker
 from autokernel_hf.agent import Context, Playbook, Proposer
-from autokernel_hf.errors import AutokernelError, RunError, UsageError
+from autokernel_hf.errors import AutokernelError, UsageError
 from autokernel_hf.extract import extract, starters
 from autokernel_hf.llm import LanguageModelError
 from autokernel_hf.progress import NOTE, Progress, Silent
 from autokernel_hf.records import (
-    Built,
     Candidate,
     Decision,
     Evaluation,
     ModelSpec,
-    Package,
     Profile,
     PulledModel,
     RunModel,
@@ -40,18 +37,10 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import Run, RunSettings
-from autokernel_hf.search import Diagnose, Limits, Search
+from autokernel_hf.search import Diagnose, Judging, Limits, Search
+from autokernel_hf.shipping import finish, is_wrong, stage, verify_the_helpful, winner_of
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A winner's package variant, in the run's staging area: what verify loads and export finishes."""
-
-    winner: Winner
-    built: Built
-    package: Package
 
 
 def optimize(
@@ -79,6 +68,7 @@ def optimize(
         progress.stage(f"Resuming {resume}")
     else:
         _check_names(settings)
+        settings = _with_devices(settings)
         progress.stage(f"Pulling {settings.spec.model}")
         pulled = pull(settings.spec)
         run = Run.create(out, pulled.id, settings)
@@ -121,6 +111,27 @@ def optimize(
 
         write_report(run.path)
     return record
+
+
+def _with_devices(settings: RunSettings) -> RunSettings:
+    """The settings with the first of several devices as the model's, where all of them are there.
+
+    Raises:
+        UsageError: Several devices for something else than GPUs, or one twice.
+        DeviceError: One of them is not there.
+    """
+    if not settings.devices:
+        return settings
+    first = f"cuda:{settings.devices[0]}"
+    if len(set(settings.devices)) < len(settings.devices):
+        raise UsageError("A device stands twice in the list of devices.", remedy="Name each once.")
+    if settings.spec.device not in ("auto", "cuda", first):
+        raise UsageError(
+            f"The devices are GPUs of which {first} is the first, and the model is to run on {settings.spec.device}.",
+            remedy="Leave --device away, or name the model's device first in --devices.",
+        )
+    worker.call("devices", worker.DevicesRequest(wanted=settings.devices), worker.Devices)
+    return settings.model_copy(update={"spec": settings.spec.model_copy(update={"device": first})})
 
 
 def _check_names(settings: RunSettings) -> None:
@@ -213,7 +224,7 @@ def optimize_target(
     tried = run.experiments(target.name)
     done = run.result(target.name)
     if done is not None and (settings.proposer != "external" or len(tried) <= done.result.experiments):
-        return done.result, _winner_of(run, target)
+        return done.result, winner_of(run, target)
     progress.stage(f"Optimizing {target.name} ({100 * target.share:.1f} % of the pass)")
     candidates = starters(target, profile.device.kind, settings.backend)
     run.add_target(target, candidates)
@@ -254,26 +265,42 @@ def optimize_target(
 def searching(
     run: Run, target: Target, candidates: Sequence[Candidate], progress: Progress
 ) -> Iterator[Search]:
-    """A target's search with its judge session (also for the verbs of a coding agent)."""
-    from autokernel_hf.evaluate import Judge
-
-    with Judge(
-        target.kernel_type,
-        target.backend,
-        target.workloads,
-        device=target.device,
-        launch_bound=target.launch_bound,
-    ) as judge:
+    """A target's search with its judge sessions, one a device (also for the verbs of a coding agent)."""
+    with contextlib.ExitStack() as sessions:
+        judges = [
+            (device, sessions.enter_context(_judge_on(device, target)))
+            for device in devices_of(run.settings, target)
+        ]
         yield Search(
             target,
             candidates,
             run=run,
-            judge=judge,
+            judge=judges[0][1],
+            more=judges[1:],
             decide=_decide,
             diagnose=_diagnoser(run),
             limits=limits_of(run.settings),
             progress=progress,
         )
+
+
+def devices_of(settings: RunSettings, target: Target) -> list[str]:
+    """The devices that judge a target's candidates; the first is the one that the model was profiled on."""
+    if not settings.devices or not target.device.startswith("cuda"):
+        return [target.device]
+    return [f"cuda:{number}" for number in settings.devices]
+
+
+def _judge_on(device: str, target: Target) -> contextlib.AbstractContextManager[Judging]:
+    from autokernel_hf.evaluate import Judge
+
+    return Judge(
+        target.kernel_type,
+        target.backend,
+        target.workloads,
+        device=device,
+        launch_bound=target.launch_bound,
+    )
 
 
 def context_of(run: Run, target: Target) -> Context:
@@ -309,280 +336,7 @@ def proposer_for(run: Run) -> Proposer | None:
     return llm_proposer.proposer_of(run)
 
 
-def stage(
-    run: Run, model: PulledModel, winners: Sequence[Winner], progress: Progress, *, out: Path | None = None
-) -> list[Staged]:
-    """Put the winners' judged builds into package folders, which verify loads from: the run's own, or those in `out`."""
-    from autokernel_hf.build import build
-    from autokernel_hf.export_hf import name_of_model, package_name
-    from autokernel_hf.export_hf import stage as stage_package
-
-    if not winners:
-        return []
-    progress.stage("Staging packages")
-    base = run.settings.name or name_of_model(model.id)
-    staged = []
-    for winner in winners:
-        kind = "cuda" if winner.target.device.startswith("cuda") else "cpu"
-        built = build(winner.candidate, device=kind)
-        name = package_name(
-            base, winner.target.kernel_type if len(winners) > 1 or not run.settings.name else None
-        )
-        package = stage_package(
-            built,
-            candidate=winner.candidate,
-            name=name,
-            license=run.settings.license,
-            out=out or run.path / "packages",
-        )
-        staged.append(Staged(winner=winner, built=built, package=package))
-    return staged
-
-
-def verify_the_helpful(
-    run: Run, staged: Sequence[Staged], progress: Progress
-) -> tuple[list[Staged], Verification | None]:
-    """Verify all staged kernels together; where that fails, those that make the model faster by themselves.
-
-    The kernels that were left out lose their package.
-    """
-    import shutil
-
-    if not staged:
-        return [], None
-    verification = verify(run, staged, progress)
-    if verification.passed or len(staged) == 1:
-        return list(staged), verification
-    alone = {s.winner.target.name: verify(run, [s], progress, quick=True) for s in staged}
-    helpful = [s for s in staged if alone[s.winner.target.name].passed]
-    if not helpful or len(helpful) == len(staged):
-        # Each or none helps: nothing better is known than what all together showed.
-        return list(staged), verification
-    for item in staged:
-        if item not in helpful:
-            shutil.rmtree(item.package.path, ignore_errors=True)
-    left_out = "; ".join(
-        f"{name} was left out: {found.reason}" for name, found in alone.items() if not found.passed
-    )
-    verification = verify(run, helpful, progress)
-    verification = verification.model_copy(update={"notes": (*verification.notes, left_out)})
-    run.save_verification(verification)
-    return helpful, verification
-
-
-def verify(
-    run: Run, staged: Sequence[Staged], progress: Progress | None = None, *, quick: bool = False
-) -> Verification:
-    """The whole model with the staged packages in place: right, and faster.
-
-    Args:
-        quick: Without torch.compile's columns, and not kept in the run folder: an answer on the way to the run's own.
-    """
-    names = ", ".join(s.winner.target.name for s in staged)
-    (progress or Silent()).stage(f"Verifying the whole model with {names}")
-    profile = run.profile()
-    request = worker.VerifyRequest(
-        # As the profile settled it: the same commit, and the same folder wherever this is called from.
-        spec=profile.spec if profile is not None else run.settings.spec,
-        kernels=tuple(
-            worker.StagedKernel(
-                target=s.winner.target.name,
-                kernel_type=s.winner.target.kernel_type,
-                sites=s.winner.target.sites,
-                path=str(Path(s.package.path).resolve() / "build" / s.built.variant),
-            )
-            for s in staged
-        ),
-        compile=not quick,
-    )
-    verification = worker.call("verify", request, Verification)
-    if not quick:
-        run.save_verification(verification)
-    return verification
-
-
-def finish(
-    run: Run,
-    profile: Profile,
-    staged: Sequence[Staged],
-    verification: Verification | None,
-    progress: Progress,
-) -> list[Package]:
-    """Write the cards of verified packages; packages that did not help the model are removed again."""
-    import shutil
-
-    from autokernel_hf.export_hf import write_card
-
-    if verification is None or not verification.passed:
-        for item in staged:
-            shutil.rmtree(item.package.path, ignore_errors=True)
-        return []
-    progress.stage("Writing cards")
-    for item in staged:
-        write_card(
-            item.package,
-            candidate=item.winner.candidate,
-            built=item.built,
-            evaluation=item.winner.evaluation,
-            verification=verification,
-            profile=profile,
-            run_settings=run.settings,
-            commit=run.kept_commit(item.winner.target.name),
-        )
-    return [item.package for item in staged]
-
-
-def verify_again(run: Run, progress: Progress) -> Verification:
-    """Verify the winners of a finished run once more. Its packages, which have their cards, are left as they are.
-
-    Raises:
-        RunError: The run has no winners.
-    """
-    profile, winners = winners_of(run)
-    with tempfile.TemporaryDirectory(prefix="autokernel_hf-") as folder:
-        return verify(run, stage(run, profile.model, winners, progress, out=Path(folder)), progress)
-
-
-def export(
-    *sources: Path,
-    name: str,
-    version: int = 1,
-    archs: tuple[str, ...] = (),
-    license: str = "Apache-2.0",
-    out: Path,
-    bundle: bool = False,
-) -> list[Package]:
-    """Packages of a run's winners, or of candidate files.
-
-    Args:
-        sources: One run folder, or one candidate file; or several files, for a bundle.
-        archs: CUDA architectures to build for.
-        bundle: All kernels in one package.
-
-    Raises:
-        AutokernelError: The run has no winners, or a file does not compile.
-    """
-    from autokernel_hf.bundle import export_files
-    from autokernel_hf.candidates import read_candidate
-    from autokernel_hf.export_hf import check_license, export_file
-
-    check_license(license)
-    runs = [source for source in sources if (source / "run.json").exists()]
-    if len(sources) > 1 and (runs or not bundle):
-        raise UsageError(
-            "Several sources make one package only with --bundle, and only where all are candidate files.",
-            remedy="Export them one by one.",
-        )
-    if runs:
-        with Run.open(runs[0]) as run:
-            return _export_run(
-                run, name=name, version=version, archs=archs, license=license, out=out, bundle=bundle
-            )
-    candidates = [read_candidate(source) for source in sources]
-    if bundle:
-        return [export_files(candidates, name, version=version, archs=archs, license=license, out=out)]
-    return [export_file(candidates[0], name, version=version, archs=archs, license=license, out=out)]
-
-
-def _export_run(
-    run: Run,
-    *,
-    name: str,
-    version: int,
-    archs: tuple[str, ...],
-    license: str,
-    out: Path,
-    bundle: bool,
-) -> list[Package]:
-    from autokernel_hf.build import build
-    from autokernel_hf.bundle import Part, stage_bundle, write_bundle_card
-    from autokernel_hf.export_hf import package_name, write_card
-    from autokernel_hf.export_hf import stage as stage_package
-
-    profile, winners = winners_of(run)
-    if archs and not any(winner.candidate.backend == "cuda" for winner in winners):
-        raise UsageError("None of this run's kernels is a CUDA one.", remedy="Leave --archs away.")
-    verification = run.verification()
-    if verification is not None and _is_wrong(verification):
-        raise RunError(
-            f"The model was not right with this run's kernels: {verification.reason}",
-            remedy="Run verify again; nothing of this run is exported before it says that they are right.",
-        )
-    parts = []
-    for winner in winners:
-        built = build(winner.candidate, device=profile.device.kind)
-        # A binary for more architectures is built again from the judged source; the card says so.
-        if archs and winner.candidate.backend == "cuda":
-            built = build(winner.candidate, archs=tuple(dict.fromkeys((*built.archs, *archs))))
-        commit = run.kept_commit(winner.target.name)
-        parts.append(
-            Part(candidate=winner.candidate, built=built, evaluation=winner.evaluation, commit=commit)
-        )
-    if bundle and len(parts) > 1:
-        package = stage_bundle(
-            parts, name=package_name(name, None), version=version, license=license, out=out
-        )
-        write_bundle_card(
-            package, parts, verification=verification, profile=profile, run_settings=run.settings
-        )
-        return [package]
-    packages = []
-    for part in parts:
-        package = stage_package(
-            part.built,
-            candidate=part.candidate,
-            name=package_name(name, part.candidate.kernel_type if len(parts) > 1 else None),
-            version=version,
-            license=license,
-            out=out,
-        )
-        write_card(
-            package,
-            candidate=part.candidate,
-            built=part.built,
-            evaluation=part.evaluation,
-            verification=verification,
-            profile=profile,
-            run_settings=run.settings,
-            commit=part.commit,
-        )
-        packages.append(package)
-    return packages
-
-
-def winners_of(run: Run) -> tuple[Profile, list[Winner]]:
-    """The winners of a finished run, from its ledger, without those that its verification left out.
-
-    Raises:
-        RunError: The run has none.
-    """
-    profile = run.profile()
-    verification = run.verification()
-    winners = [
-        winner
-        for target in run.targets()
-        if (winner := _winner_of(run, target)) is not None
-        and (verification is None or not verification.passed or target.name in verification.kernel_calls)
-    ]
-    if profile is None or not winners:
-        raise RunError(
-            f"{run.path} has no winners.",
-            remedy="Run optimize first; `autokernel-hf ledger` shows how it went.",
-        )
-    return profile, winners
-
-
 # --- helpers ------------------------------------------------------------------------------------------------------
-
-
-def _winner_of(run: Run, target: Target) -> Winner | None:
-    done = run.result(target.name)
-    if done is None or done.result.status != "won" or done.confirmation is None:
-        return None
-    candidate = run.incumbent(target.name)
-    if candidate is None:
-        return None
-    return Winner(target=target, candidate=candidate, evaluation=done.confirmation)
 
 
 def _decide(evaluation: Evaluation) -> tuple[Decision, str]:
@@ -617,18 +371,13 @@ def _diagnoser(run: Run) -> Diagnose:
     return explain
 
 
-def _is_wrong(verification: Verification) -> bool:
-    """Whether the model was not right with the kernels, or could not be run: nothing is timed then."""
-    return not verification.passed and (verification.error is None or verification.speedup.vs_eager is None)
-
-
 def _status(
     results: Sequence[TargetResult], verification: Verification | None
 ) -> Literal["won", "no_speedup", "failed"]:
     if verification is not None:
         if verification.passed:
             return "won"
-        return "failed" if _is_wrong(verification) else "no_speedup"
+        return "failed" if is_wrong(verification) else "no_speedup"
     tried = [r for r in results if r.status != "skipped"]
     return "failed" if tried and all(r.status == "failed" for r in tried) else "no_speedup"
 

@@ -397,6 +397,8 @@ class Experiment(Record):
     commit: str | None = None
     tunables: dict[str, Scalar] = Field(default_factory=dict)
     seconds: float = 0.0
+    against: int | None = None  # the experiment that was the incumbent, where one was
+    device: str | None = None  # the device that judged it, where a run has several
 
 
 class TargetResult(Record):

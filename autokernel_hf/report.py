@@ -6,8 +6,9 @@ import base64
 from importlib import resources
 from pathlib import Path
 
+from autokernel_hf.figures import scores_of, weighted
 from autokernel_hf.records import Experiment, RunRecord, TargetResult
-from autokernel_hf.runs import Run, opened, scores_of, weighted
+from autokernel_hf.runs import Run, opened
 
 
 def write_report(run_dir: Path) -> Path:

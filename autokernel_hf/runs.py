@@ -12,136 +12,29 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
-
-from pydantic import Field, TypeAdapter, ValidationError
 
 from autokernel_hf.errors import RecordError, RunError, ToolMissingError
-from autokernel_hf.judge import statistics
+from autokernel_hf.figures import RESULT_COLUMNS, result_row
+from autokernel_hf.ledger import AnyEvent, Demoted, Finished, Judged, Ledger, Started
 from autokernel_hf.records import (
     SOURCE_SUFFIX,
     Backend,
     Candidate,
     Evaluation,
     Experiment,
-    Interval,
     ModelSpec,
     Profile,
     Record,
     Scalar,
     Target,
-    TargetResult,
     Verification,
     write_atomically,
 )
-
-RESULT_COLUMNS = (
-    "experiment",
-    "tag",
-    "kernel_type",
-    "throughput_tflops",
-    "latency_us",
-    "pct_peak",
-    "speedup_vs_pytorch",
-    "correctness",
-    "peak_vram_mb",
-    "description",
-    "target",
-    "backend",
-    "decision",
-    "speedup_vs_incumbent",
-    "commit",
-)
-
-
-# --- ledger events ------------------------------------------------------------------------------------------------
-
-
-class Started(Record):
-    """An experiment begins; without a `Judged` of the same number it was lost to a crash."""
-
-    event: Literal["started"] = "started"
-    experiment: int
-    target: str
-    backend: Backend
-    digest: str
-    description: str
-    tunables: dict[str, Scalar] = Field(default_factory=dict)
-    at: float
-
-
-class Judged(Record):
-    """An experiment's verdict, and the commit that holds its source."""
-
-    event: Literal["judged"] = "judged"
-    record: Experiment
-    at: float
-
-
-class Finished(Record):
-    """A target's outcome, with the confirmation run of its winner."""
-
-    event: Literal["finished"] = "finished"
-    result: TargetResult
-    confirmation: Evaluation | None = None
-    commit: str | None = None
-    at: float
-
-
-class Asked(Record):
-    """A language model was asked: what it spent, and what came of it.
-
-    `outcome` is that of the answer (`answered`, `cut_off`, `empty`, `refused`) or of the failure (`unavailable`,
-    `context_full`, `failed`). Tokens are the server's count, or `estimated`; a failed question is counted as none.
-    """
-
-    event: Literal["asked"] = "asked"
-    target: str
-    model: str
-    purpose: Literal["propose", "repair", "again", "reflect", "price"]
-    outcome: Literal["answered", "cut_off", "empty", "refused", "unavailable", "context_full", "failed"]
-    detail: str = ""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    estimated: bool = False
-    cost_usd: float | None = None  # None: no price is known
-    temperature: float | None = None
-    seconds: float = 0.0
-    retries: int = 0
-    transcript: str | None = None  # the conversation, as a file in the run folder
-    at: float
-
-
-class Round(Record):
-    """A language model's round is over: how many proposals may be judged, and why the others may not."""
-
-    event: Literal["round"] = "round"
-    target: str
-    kind: Literal["propose", "repair"]
-    usable: int
-    unusable: tuple[str, ...] = ()
-    note: str = ""  # what follows from it, where that is not the next round
-    at: float
-
-
-class Reflected(Record):
-    """What was learned from an experiment: the working memory of a language model."""
-
-    event: Literal["reflected"] = "reflected"
-    target: str
-    experiment: int
-    expected: str
-    happened: str
-    why: str = ""  # the model's own line; empty where it gave none
-    at: float
-
-
-AnyEvent: TypeAlias = Started | Judged | Finished | Asked | Round | Reflected
-_EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="event")])
 
 
 class RunSettings(Record):
@@ -177,6 +70,8 @@ class Run:
         self.path = path.resolve()
         self.settings = settings
         self._lock: int | None = None
+        self._ledger = Ledger(self.path / "ledger.jsonl")
+        self._entering = threading.RLock()  # what several threads may not do at once
 
     # Opening ------------------------------------------------------------------------------------------------------
 
@@ -204,7 +99,6 @@ class Run:
                 raise RunError(f"No free run folder under {parent}.", remedy="Name another with --out.")
             run = cls(path, settings)
             (path / "targets").mkdir()
-            settings.save(path / "run.json")
         except OSError as error:
             raise RunError(
                 f"Cannot write a run folder under {parent}: {error.strerror}.",
@@ -235,6 +129,7 @@ class Run:
         run._git("commit", "-q", "-m", "Start of the run")
         run._take_lock()
         run._write_results([])
+        settings.save(path / "run.json")  # last: a folder that has it is whole
         return run
 
     @classmethod
@@ -257,10 +152,21 @@ class Run:
                 remedy="Open the run with the version of autokernel-hf that made it.",
             ) from error
         run = cls(path, settings)
+        run._check_repository()
         if lock:
             run._take_lock()
             run._reconcile()
         return run
+
+    def _check_repository(self) -> None:
+        """Raises RunError where the folder has lost its git repository, with which it lost all sources."""
+        if not (self.path / ".git" / "HEAD").is_file():
+            raise RunError(
+                f"{self.path} has no git repository any more: .git is missing or damaged, and with it the source of "
+                "every experiment.",
+                remedy="Restore .git from a copy of the whole folder (copy it with cp -a, not file by file), or start "
+                "a new run; ledger.jsonl and results.tsv still tell how this one went.",
+            )
 
     def close(self) -> None:
         if self._lock is not None:
@@ -352,81 +258,62 @@ class Run:
     # Ledger -------------------------------------------------------------------------------------------------------
 
     def events(self) -> list[AnyEvent]:
-        """All ledger events. A torn last line, the mark of a crash in mid-write, is no event."""
-        path = self.path / "ledger.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_bytes().split(b"\n")
-        events = []
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                events.append(_EVENT.validate_json(line))
-            except ValidationError as error:
-                if number >= len(lines):  # no newline behind it: the write was cut short
-                    break
-                raise RunError(
-                    f"{path}:{number} is not a ledger line of this version.",
-                    remedy="Restore the file from a copy.",
-                ) from error
-        return events
+        """All ledger events; see `Ledger.events`."""
+        return self._ledger.events()
 
     def append(self, event: AnyEvent) -> None:
-        """Append to the ledger, whole and on disk before it returns."""
-        path = self.path / "ledger.jsonl"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                # A torn line from a crash: cut it off, or it would swallow this one.
-                whole = path.read_bytes().rfind(b"\n") + 1
-                os.ftruncate(descriptor, whole)
-            data = event.model_dump_json().encode() + b"\n"
-            if os.write(descriptor, data) != len(data):
-                raise RunError(
-                    f"{path} could not be written whole.", remedy="Free some disk space and resume the run."
-                )
-            os.fsync(descriptor)
-        except OSError as error:
-            raise RunError(
-                f"{path} cannot be written: {error.strerror}.",
-                remedy="Free some disk space and resume the run.",
-            ) from error
-        finally:
-            os.close(descriptor)
+        """Append to the ledger, whole and on disk before it returns; see `Ledger.append`."""
+        self._ledger.append(event)
 
     def experiments(self, target: str | None = None) -> list[Experiment]:
-        """The judged experiments, in order."""
-        return [
-            e.record for e in self.events() if isinstance(e, Judged) and target in (None, e.record.target)
-        ]
+        """The judged experiments, in order; see `Ledger.experiments`."""
+        return self._ledger.experiments(target)
 
     def result(self, target: str) -> Finished | None:
         """The last outcome of a target, if it was finished."""
-        found = [e for e in self.events() if isinstance(e, Finished) and e.result.name == target]
-        return found[-1] if found else None
+        return self._ledger.result(target)
 
     def next_number(self) -> int:
         """The next experiment's number: numbers lost to a crash are not used again."""
-        numbers = [
-            e.experiment if isinstance(e, Started) else e.record.experiment
-            for e in self.events()
-            if isinstance(e, Started | Judged)
-        ]
-        return max(numbers, default=0) + 1
+        return self._ledger.next_number()
+
+    def begin(
+        self, target: str, candidate: Candidate, description: str, values: dict[str, Scalar], at: float
+    ) -> int:
+        """Enter that an experiment begins, and return its number."""
+        with self._entering:
+            number = self.next_number()
+            self.append(
+                Started(
+                    experiment=number,
+                    target=target,
+                    backend=candidate.backend,
+                    digest=candidate.digest,
+                    description=description,
+                    tunables=values,
+                    at=at,
+                )
+            )
+        return number
 
     # Experiments in git -------------------------------------------------------------------------------------------
 
-    def incumbent(self, target: str) -> Candidate | None:
-        """The source that the target's branch holds, if an experiment was kept; None while only starters stand there."""
+    def kept(self, target: str) -> Experiment | None:
+        """The experiment that stands at the tip of the target's branch; None while only starters stand there."""
         kept = [e for e in self.experiments(target) if e.decision == "keep"]
-        return self.source(kept[-1]) if kept else None
+        return kept[-1] if kept else None
 
-    def kept_commit(self, target: str) -> str | None:
-        """The commit of the target's incumbent."""
-        kept = [e for e in self.experiments(target) if e.decision == "keep"]
-        return kept[-1].commit if kept else None
+    def incumbent(self, target: str) -> Candidate | None:
+        """The source of the last experiment that was kept, and not demoted since."""
+        kept = self.kept(target)
+        return self.source(kept) if kept else None
+
+    def winner(self, target: str) -> Experiment | None:
+        """The experiment that a won target was confirmed with."""
+        done = self.result(target)
+        if done is None or done.result.status != "won" or done.commit is None:
+            return None
+        return next((e for e in self.experiments(target) if e.commit == done.commit), None)
 
     def source(self, experiment: Experiment) -> Candidate:
         """The source of an experiment, from git."""
@@ -436,43 +323,80 @@ class Run:
 
     def commit_candidate(self, target: str, candidate: Candidate, message: str) -> str:
         """Commit a candidate on top of the target's branch; no ref moves."""
-        parent = self._ref(self._branch(target))
-        if parent is None:
-            raise RunError(f"The run has no branch for target {target}.", remedy="Extract the target anew.")
-        tree = self._tree(parent, {self._kernel_path(target, candidate.backend): candidate.source})
-        return self._commit(tree, parent, message)
+        with self._entering:
+            parent = self._ref(self._branch(target))
+            if parent is None:
+                raise RunError(
+                    f"The run has no branch for target {target}.", remedy="Extract the target anew."
+                )
+            tree = self._tree(parent, {self._kernel_path(target, candidate.backend): candidate.source})
+            return self._commit(tree, parent, message)
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Nobody else's experiment is entered meanwhile."""
+        with self._entering:
+            yield
 
     def enter(self, experiment: Experiment) -> None:
         """Enter a judged experiment: ledger first, then refs, results and the working file."""
-        self.append(Judged(record=experiment, at=time.time()))
-        self._settle(experiment)
-        self._write_results(self.experiments())
+        with self._entering:
+            self.append(Judged(record=experiment, at=time.time()))
+            self._settle(experiment)
+            self._write_results(self.experiments())
+
+    def demote(self, experiment: Experiment, reason: str, confirmation: Evaluation) -> None:
+        """Take a kept experiment back: ledger first, then the branch goes back to what was kept before it."""
+        with self._entering:
+            self.append(
+                Demoted(
+                    target=experiment.target,
+                    experiment=experiment.experiment,
+                    reason=reason,
+                    confirmation=confirmation,
+                    at=time.time(),
+                )
+            )
+            self._settle_branch(experiment.target)
+            self._write_results(self.experiments())
 
     def _settle(self, experiment: Experiment) -> None:
+        """Make an experiment's refs what the ledger says."""
         if experiment.commit is None:
             return
         self._git("update-ref", f"refs/experiments/{experiment.experiment}", experiment.commit)
         if experiment.decision == "keep":
-            self._git("update-ref", self._branch(experiment.target), experiment.commit)
-            path = self._kernel_path(experiment.target, experiment.backend)
-            write_atomically(self.path / path, self._git("show", f"{experiment.commit}:{path}"))
+            self._settle_branch(experiment.target)
+
+    def _settle_branch(self, target: str) -> None:
+        """The target's branch, and the file that is worked on, stand at what was kept last."""
+        kept = self.kept(target)
+        branch = self._branch(target)
+        if kept is not None and kept.commit is not None:
+            commit, backend = kept.commit, kept.backend
+        else:
+            # Only a demotion leads back to the starters, which the branch began with.
+            first = self._git("rev-list", "--max-parents=1", "--reverse", branch).split()[1]
+            commit, backend = first, Target.load(self.target_dir(target) / "target.json").backend
+        self._git("update-ref", branch, commit)
+        path = self._kernel_path(target, backend)
+        write_atomically(self.path / path, self._git("show", f"{commit}:{path}"))
 
     def _reconcile(self) -> None:
         """Make refs and the table agree with the ledger."""
+        refs = dict(
+            line.split()
+            for line in self._git("for-each-ref", "--format=%(refname) %(objectname)").splitlines()
+        )
         experiments = self.experiments()
         for experiment in experiments:
-            if (
-                experiment.commit is not None
-                and self._ref(f"refs/experiments/{experiment.experiment}") is None
-            ):
+            if experiment.commit is not None and f"refs/experiments/{experiment.experiment}" not in refs:
                 self._settle(experiment)
-        kept = {e.target: e for e in experiments if e.decision == "keep"}
-        for experiment in kept.values():
-            if (
-                experiment.commit is not None
-                and self._ref(self._branch(experiment.target)) != experiment.commit
-            ):
-                self._settle(experiment)
+        demoted = {e.target for e in self.events() if isinstance(e, Demoted)}
+        kept = {e.target: e.commit for e in experiments if e.decision == "keep"}
+        for target in kept.keys() | demoted:
+            if self._ref(self._branch(target)) != kept.get(target):
+                self._settle_branch(target)
         self._write_results(experiments)
 
     def _write_results(self, experiments: Sequence[Experiment]) -> None:
@@ -546,71 +470,3 @@ def opened(path: Path, *, lock: bool = True) -> Iterator[Run]:
         yield run
     finally:
         run.close()
-
-
-# --- figures of an experiment -------------------------------------------------------------------------------------
-
-
-def weighted(evaluation: Evaluation, field: str) -> float | None:
-    """Geometric mean of a workload figure, weighted by the workloads' shares; None where one is missing."""
-    values = [getattr(w, field) for w in evaluation.workloads]
-    if not values or any(v is None or v <= 0 for v in values):
-        return None
-    mean, _ = statistics.combine(values, [(v, v) for v in values], [w.share for w in evaluation.workloads])
-    return mean
-
-
-def gain_over(evaluation: Evaluation, other: Literal["eager", "incumbent"]) -> tuple[float, Interval] | None:
-    """Speed-up over the model's own code or the incumbent, all workloads together; None where one was not timed."""
-    speedups = [getattr(w, f"speedup_vs_{other}") for w in evaluation.workloads]
-    intervals = [getattr(w, f"ci95_vs_{other}") for w in evaluation.workloads]
-    if not speedups or None in speedups or None in intervals:
-        return None
-    return statistics.combine(speedups, intervals, [w.share for w in evaluation.workloads])
-
-
-def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
-    """Time of the model's own code over each experiment's, by number, for the experiments of one target in order.
-
-    One that was timed against the incumbent alone gets the incumbent's score times its own ratio; None: not right, or
-    not timed.
-    """
-    scores: dict[int, float | None] = {}
-    best: float | None = None
-    for experiment in experiments:
-        score = weighted(experiment.evaluation, "speedup_vs_eager")
-        ratio = weighted(experiment.evaluation, "speedup_vs_incumbent")
-        if score is None and best is not None and ratio is not None:
-            score = best * ratio
-        scores[experiment.experiment] = score if experiment.evaluation.status == "passed" else None
-        if experiment.decision == "keep":
-            best = score
-    return scores
-
-
-def _cell(value: float | None, digits: int = 4) -> str:
-    return "" if value is None else f"{value:.{digits}g}"
-
-
-def result_row(experiment: Experiment) -> list[str]:
-    """One row of results.tsv; figures are of the workload with the largest share, empty where not measured."""
-    evaluation = experiment.evaluation
-    main = max(evaluation.workloads, key=lambda w: w.share, default=None)
-    text = " ".join(experiment.description.split())
-    return [
-        str(experiment.experiment),
-        experiment.tag,
-        experiment.kernel_type,
-        _cell(main.tflops if main else None),
-        _cell(main.latency_us if main else None, 6),
-        _cell(main.pct_peak if main else None),
-        _cell(weighted(evaluation, "speedup_vs_eager")),
-        evaluation.status,
-        _cell(evaluation.peak_vram_mb, 6),
-        text,
-        experiment.target,
-        experiment.backend,
-        experiment.decision,
-        _cell(weighted(evaluation, "speedup_vs_incumbent")),
-        experiment.commit or "",
-    ]

@@ -2,11 +2,18 @@
 
 Each target has its own clock, from its own start. What is kept must be right everywhere and faster than the incumbent
 beyond the noise; what is won must be faster than the model's own code in a confirmation run of its own.
+
+With several devices each has a judge session and a thread, a *lane*, that takes the next proposal as soon as it is free.
+A verdict counts against the incumbent of the moment in which it is entered: where another lane has kept something
+meanwhile, a candidate that would be kept is judged again, against that.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +21,9 @@ from typing import Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.agent import Context, NothingLeft, Proposer
+from autokernel_hf.errors import DeviceError, JudgeError
+from autokernel_hf.figures import gain_over, scores_of, weighted
+from autokernel_hf.ledger import Finished, Round
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Backend,
@@ -28,7 +38,12 @@ from autokernel_hf.records import (
     Winner,
     WorkloadResult,
 )
-from autokernel_hf.runs import Finished, Round, Run, Started, gain_over, scores_of, weighted
+from autokernel_hf.runs import Run
+
+logger = logging.getLogger(__name__)
+
+MAX_CONFIRMATIONS = 4
+"""So many kept candidates are confirmed at most: with every further one chance has another throw."""
 
 
 class Judging(Protocol):
@@ -79,15 +94,26 @@ class Search:
         diagnose: Diagnose,
         limits: Limits,
         progress: Progress,
+        more: Sequence[tuple[str, Judging]] = (),
     ) -> None:
+        """
+        Args:
+            judge: The session that judges; None for a search that is only read.
+            more: Sessions on further devices, with their names.
+        """
         self.target = target
         self.starters = tuple(starters)
         self.run = run
         self._judge = judge
+        self._more = tuple(more)
         self.decide = decide
         self.diagnose = diagnose
         self.limits = limits
         self.progress = progress
+        self._turn = threading.Condition()  # guards what follows, and the proposer
+        self._flying: dict[int, Proposal] = {}  # by number: begun, and not entered yet
+        self._end: str | None = None  # why no further experiment begins
+        self._fault: BaseException | None = None  # what ends all lanes
 
     @property
     def judge(self) -> Judging:
@@ -99,39 +125,54 @@ class Search:
 
     def experiment(self, candidate: Candidate, proposal: Proposal) -> Experiment:
         """Judge one candidate and enter it: commit, ledger, refs, table."""
-        number = self.run.next_number()
+        number, started = self._begin(candidate, proposal)
+        return self._judged(number, started, candidate, proposal, self.judge, None)
+
+    def _begin(self, candidate: Candidate, proposal: Proposal) -> tuple[int, float]:
         started = time.time()
-        self.run.append(
-            Started(
-                experiment=number,
-                target=self.target.name,
-                backend=candidate.backend,
-                digest=candidate.digest,
-                description=proposal.rationale,
-                tunables=proposal.tunables,
-                at=started,
-            )
+        number = self.run.begin(
+            self.target.name, candidate, proposal.rationale, dict(proposal.tunables), started
         )
-        evaluation = self.judge.evaluate(candidate, self.incumbent())
-        decision, reason = self.decide(evaluation)
-        message = f"Experiment {number}: {proposal.rationale}\n\n{decision}: {reason}"
-        record = Experiment(
-            experiment=number,
-            target=self.target.name,
-            tag=",".join(proposal.tags),
-            description=proposal.rationale,
-            kernel_type=candidate.kernel_type,
-            backend=candidate.backend,
-            digest=candidate.digest,
-            evaluation=evaluation,
-            decision=decision,
-            reason=reason,
-            commit=self.run.commit_candidate(self.target.name, candidate, message),
-            tunables=proposal.tunables,
-            seconds=time.time() - started,
-        )
-        self.run.enter(record)
-        return record
+        return number, started
+
+    def _judged(
+        self,
+        number: int,
+        started: float,
+        candidate: Candidate,
+        proposal: Proposal,
+        judge: Judging,
+        device: str | None,
+    ) -> Experiment:
+        incumbent = self.run.kept(self.target.name)
+        while True:
+            evaluation = judge.evaluate(candidate, self.run.source(incumbent) if incumbent else None)
+            decision, reason = self.decide(evaluation)
+            with self.run.settling():
+                now = self.run.kept(self.target.name)
+                if decision == "keep" and now != incumbent:
+                    incumbent = now
+                    continue
+                message = f"Experiment {number}: {proposal.rationale}\n\n{decision}: {reason}"
+                record = Experiment(
+                    experiment=number,
+                    target=self.target.name,
+                    tag=",".join(proposal.tags),
+                    description=proposal.rationale,
+                    kernel_type=candidate.kernel_type,
+                    backend=candidate.backend,
+                    digest=candidate.digest,
+                    evaluation=evaluation,
+                    decision=decision,
+                    reason=reason,
+                    commit=self.run.commit_candidate(self.target.name, candidate, message),
+                    tunables=proposal.tunables,
+                    seconds=time.time() - started,
+                    against=incumbent.experiment if incumbent else None,
+                    device=device,
+                )
+                self.run.enter(record)
+            return record
 
     # State, from the ledger ---------------------------------------------------------------------------------------
 
@@ -150,16 +191,15 @@ class Search:
         """All that a proposer may know now."""
         attempts = self.attempts()
         scores = self.scores()
-        incumbent = self.incumbent()
-        evaluation = None
-        if incumbent is None:
+        kept = self.run.kept(self.target.name)
+        if kept is None:
             # Nothing was kept yet: go on from the fastest right attempt, else from the first starter.
             right = [(s, e) for e in attempts if (s := scores[e.experiment]) is not None]
             best = max(right, key=lambda pair: pair[0], default=None)
             incumbent = self.run.source(best[1]) if best else self.starters[0]
             evaluation = best[1].evaluation if best else None
         else:
-            evaluation = [e for e in attempts if e.decision == "keep"][-1].evaluation
+            incumbent, evaluation = self.run.source(kept), kept.evaluation
         prescriptions: tuple[str, ...] = ()
         bound = "not known yet"
         if evaluation is not None and evaluation.workloads:
@@ -171,33 +211,127 @@ class Search:
             scores=scores,
             prescriptions=prescriptions,
             bound=bound,
-            remaining=max(0, self.limits.max_experiments - len(attempts)),
+            pending=tuple(self._flying.values()),
+            remaining=max(0, self.limits.max_experiments - len(attempts) - len(self._flying)),
             seed=seed,
         )
 
     # The loop -----------------------------------------------------------------------------------------------------
 
     def run_all(self, proposer: Proposer, *, seed: int = 0) -> tuple[TargetResult, Winner | None]:
-        """Search until a stop rule, then confirm the incumbent in a run of its own."""
+        """Search until a stop rule, then confirm the incumbent in a run of its own.
+
+        Raises:
+            AutokernelError: The proposer's, the last device's, or the ledger's; what was entered stays entered.
+        """
         # A resumed target's clock goes on where it stood: what was judged before has cost its time.
-        started = time.monotonic() - math.fsum(e.seconds for e in self.attempts())
-        self.try_starters()
-        while (reason := self.stop_reason(time.monotonic() - started)) is None:
+        spent = math.fsum(e.seconds for e in self.attempts()) / (1 + len(self._more))
+        started = time.monotonic() - spent
+        if not self._more:
+            self._lane(proposer, seed, started, None, self.judge)
+        else:
+            self._lanes(proposer, seed, started)
+        assert self._end is not None
+        return self.conclude(self._with_note(self._end))
+
+    def _lanes(self, proposer: Proposer, seed: int, started: float) -> None:
+        """One thread a device, until none has anything left to do."""
+        lost: list[tuple[str, JudgeError | DeviceError]] = []
+
+        def work(device: str, judge: Judging) -> None:
             try:
-                proposals = proposer.propose(self.context(seed=seed), 1)
-            except NothingLeft as end:
-                reason = str(end)
-                break
-            if not proposals:
-                reason = "nothing left to try"
-                break
-            proposal = proposals[0]
-            backend = self.context(seed=seed).incumbent.backend
-            candidate = Candidate(
-                kernel_type=self.target.kernel_type, backend=backend, source=proposal.source
-            )
-            self._report(self.experiment(candidate, proposal))
-        return self.conclude(self._with_note(reason))
+                self._lane(proposer, seed, started, device, judge)
+            except (JudgeError, DeviceError) as error:
+                # One device's end is not the others': what flew there counts as lost to a crash.
+                lost.append((device, error))
+                if self._fault is None:
+                    logger.warning("%s is given up for %s: %s", device, self.target.name, error)
+            except BaseException as error:  # noqa: BLE001 - it is raised again by the thread that waits
+                with self._turn:
+                    self._fault = self._fault or error
+                    self._turn.notify_all()
+
+        judges = [(self.target.device, self.judge), *self._more]
+        threads = [threading.Thread(target=work, args=pair, daemon=True, name=pair[0]) for pair in judges]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():  # an interrupt gets through only between two waits
+                    thread.join(timeout=0.2)
+        except BaseException as interrupt:
+            with self._turn:
+                self._fault = self._fault or interrupt
+                self._turn.notify_all()
+            raise
+        if self._fault is not None:
+            raise self._fault
+        if len(lost) == len(judges):
+            raise lost[0][1]
+        gone = {device for device, _ in lost}
+        living = [(device, judge) for device, judge in judges if device not in gone]
+        self._judge, self._more = living[0][1], tuple(living[1:])
+
+    def _lane(
+        self, proposer: Proposer, seed: int, started: float, device: str | None, judge: Judging
+    ) -> None:
+        """Judge one proposal after the other, until there is none."""
+        while (task := self._next(proposer, seed, started)) is not None:
+            number, begun, candidate, proposal = task
+            try:
+                record = self._judged(number, begun, candidate, proposal, judge, device)
+            finally:
+                with self._turn:
+                    del self._flying[number]
+                    self._turn.notify_all()
+            with self._turn:
+                self._report(record)
+
+    def _next(
+        self, proposer: Proposer, seed: int, started: float
+    ) -> tuple[int, float, Candidate, Proposal] | None:
+        """The next experiment, entered as begun; None where the search ends."""
+        with self._turn:
+            while self._end is None and self._fault is None:
+                found = self._starter_left()
+                if found is None:
+                    self._end = self.stop_reason(time.monotonic() - started)
+                    if self._end is not None:
+                        break
+                    if len(self.attempts()) + len(self._flying) >= self.limits.max_experiments:
+                        self._turn.wait()
+                        continue
+                    found, nothing = self._proposed(proposer, seed)
+                    if found is None and self._flying:
+                        # What flies may give the proposer something to go on with.
+                        self._turn.wait()
+                        continue
+                    if found is None:
+                        self._end = nothing
+                        break
+                candidate, proposal = found
+                number, begun = self._begin(candidate, proposal)
+                self._flying[number] = proposal
+                return number, begun, candidate, proposal
+            self._turn.notify_all()
+            return None
+
+    def _proposed(
+        self, proposer: Proposer, seed: int
+    ) -> tuple[tuple[Candidate, Proposal] | None, str | None]:
+        """What the proposer wants tried, or why there is nothing."""
+        context = self.context(seed=seed)
+        try:
+            proposals = proposer.propose(context, 1)
+        except NothingLeft as end:
+            return None, str(end)
+        if not proposals:
+            return None, "nothing left to try"
+        proposal = proposals[0]
+        candidate = Candidate(
+            kernel_type=self.target.kernel_type, backend=context.incumbent.backend, source=proposal.source
+        )
+        return (candidate, proposal), None
 
     def _with_note(self, reason: str) -> str:
         """The reason, with what the proposer entered about its own end."""
@@ -207,16 +341,20 @@ class Search:
 
     def try_starters(self) -> None:
         """Judge the starters that were not judged yet."""
-        tried = {e.digest for e in self.attempts()}
-        for starter in self.starters:
-            if starter.digest not in tried:
-                proposal = Proposal(
-                    source=starter.source,
-                    rationale=f"{starter.backend} starter",
-                    tags=("starter",),
-                    tunables=tunables.values_if_readable(starter.source),
-                )
-                self._report(self.experiment(starter, proposal))
+        while (found := self._starter_left()) is not None:
+            self._report(self.experiment(*found))
+
+    def _starter_left(self) -> tuple[Candidate, Proposal] | None:
+        tried = {e.digest for e in self.attempts()} | {_digest(p.source) for p in self._flying.values()}
+        starter = next((s for s in self.starters if s.digest not in tried), None)
+        if starter is None:
+            return None
+        return starter, Proposal(
+            source=starter.source,
+            rationale=f"{starter.backend} starter",
+            tags=("starter",),
+            tunables=tunables.values_if_readable(starter.source),
+        )
 
     def stop_reason(self, elapsed_s: float) -> str | None:
         """Why the search ends now; None to go on."""
@@ -244,49 +382,45 @@ class Search:
         return None
 
     def conclude(self, reason: str) -> tuple[TargetResult, Winner | None]:
-        """Confirm the incumbent against the model's own code and enter the target's outcome."""
+        """Confirm the incumbent against the model's own code, and enter the target's outcome.
+
+        Where the confirmation run does not bear an incumbent out, it is demoted and the one before it takes its place.
+        """
+        fallen: list[str] = []
+        while (kept := self.run.kept(self.target.name)) is not None and len(fallen) < MAX_CONFIRMATIONS:
+            candidate = self.run.source(kept)
+            confirmation = self.judge.confirm(candidate)
+            gain = gain_over(confirmation, "eager")
+            problem = _not_borne_out(confirmation)
+            if not problem:
+                assert gain is not None
+                noted = f"{reason}; {'; '.join(fallen)}" if fallen else reason
+                result = self._outcome(status="won", reason=noted, backend=kept.backend).model_copy(
+                    update={
+                        "baseline_us": weighted(confirmation, "eager_us"),
+                        "best_us": weighted(confirmation, "latency_us"),
+                        "speedup": gain[0],
+                        "speedup_ci95": gain[1],
+                    }
+                )
+                self.run.append(
+                    Finished(result=result, confirmation=confirmation, commit=kept.commit, at=time.time())
+                )
+                return result, Winner(target=self.target, candidate=candidate, evaluation=confirmation)
+            fallen.append(f"#{kept.experiment} was kept and then taken back: {problem}")
+            logger.warning("%s: %s", self.target.name, fallen[-1])
+            self.run.demote(kept, f"Kept, then taken back: {problem}.", confirmation)
         attempts = self.attempts()
-        incumbent = self.incumbent()
-        if incumbent is None:
-            right = any(e.evaluation.status == "passed" for e in attempts)
-            result = self._outcome(
-                status="no_speedup" if right else "failed",
-                reason=f"no candidate beat the model's own code ({reason})"
-                if right
-                else _first_failure(attempts),
-            )
-            self.run.append(Finished(result=result, at=time.time()))
-            return result, None
-        confirmation = self.judge.confirm(incumbent)
-        gain = gain_over(confirmation, "eager")
-        interval = gain[1] if gain else None
-        if confirmation.status != "passed":
-            outcome = self._outcome(
-                status="failed",
-                reason=f"the winner did not pass again: {confirmation.reason}",
-                backend=incumbent.backend,
-            )
-        elif interval is not None and interval[0] > 1.0:
-            outcome = self._outcome(status="won", reason=reason, backend=incumbent.backend)
+        right = any(e.evaluation.status == "passed" for e in attempts)
+        if fallen:
+            why = "; ".join(fallen)
+        elif right:
+            why = f"no candidate beat the model's own code ({reason})"
         else:
-            outcome = self._outcome(
-                status="no_speedup",
-                reason="the confirmation run did not bear the speed-up out",
-                backend=incumbent.backend,
-            )
-        result = outcome.model_copy(
-            update={
-                "baseline_us": weighted(confirmation, "eager_us"),
-                "best_us": weighted(confirmation, "latency_us"),
-                "speedup": gain[0] if gain else None,
-                "speedup_ci95": interval,
-            }
-        )
-        commit = [e for e in attempts if e.decision == "keep"][-1].commit
-        self.run.append(Finished(result=result, confirmation=confirmation, commit=commit, at=time.time()))
-        won = result.status == "won"
-        winner = Winner(target=self.target, candidate=incumbent, evaluation=confirmation) if won else None
-        return result, winner
+            why = _first_failure(attempts)
+        result = self._outcome(status="no_speedup" if right else "failed", reason=why)
+        self.run.append(Finished(result=result, at=time.time()))
+        return result, None
 
     def _outcome(self, *, status: TargetStatus, reason: str, backend: Backend | None = None) -> TargetResult:
         attempts = self.attempts()
@@ -320,3 +454,23 @@ def _first_failure(attempts: Sequence[Experiment]) -> str:
         return "nothing was tried"
     first = attempts[0].evaluation
     return f"no candidate was right: {first.status}: {first.reason}"
+
+
+def _not_borne_out(confirmation: Evaluation) -> str:
+    """What a confirmation run has against a kept candidate, as a clause; empty where it confirms it."""
+    if confirmation.status != "passed":
+        return f"the confirmation run found it {confirmation.status} ({confirmation.reason})"
+    gain = gain_over(confirmation, "eager")
+    if gain is None:
+        return "the confirmation run could not time it against the model's own code"
+    speedup, (low, high) = gain
+    if low <= 1.0:
+        return (
+            f"the confirmation run found {speedup:.3f}x the speed of the model's own code "
+            f"({low:.3f} to {high:.3f} at 95 %)"
+        )
+    return ""
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()

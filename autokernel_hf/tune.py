@@ -17,6 +17,7 @@ from autokernel_hf.build import build
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
 from autokernel_hf.export_hf import stage, write_card
+from autokernel_hf.figures import gain_over
 from autokernel_hf.gpu import device_info
 from autokernel_hf.judge import statistics
 from autokernel_hf.kernels import kernel_type
@@ -37,7 +38,6 @@ from autokernel_hf.records import (
     Workload,
     WorkloadResult,
 )
-from autokernel_hf.runs import gain_over
 
 
 class Configuration(Record):

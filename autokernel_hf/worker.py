@@ -48,6 +48,16 @@ class CeilingsRequest(Record):
     device: str
 
 
+class DevicesRequest(Record):
+    """GPUs that a run is to use, by their numbers."""
+
+    wanted: tuple[int, ...]
+
+
+class Devices(Record):
+    names: tuple[str, ...]
+
+
 class StagedKernel(Record):
     """A winner as `verify` needs it: what it replaces, and the package variant that replaces it."""
 
@@ -166,6 +176,12 @@ def _ceilings(request: CeilingsRequest) -> Record:
     return measure_ceilings(request.device)
 
 
+def _devices(request: DevicesRequest) -> Devices:
+    from autokernel_hf.gpu import resolve_device
+
+    return Devices(names=tuple(str(resolve_device(f"cuda:{number}")) for number in request.wanted))
+
+
 def _verify(request: VerifyRequest) -> Verification:
     from autokernel_hf.models import load
     from autokernel_hf.verify import verify
@@ -177,6 +193,7 @@ _TASKS: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "pull": (PullRequest, _pull),
     "profile": (ProfileRequest, _profile),
     "ceilings": (CeilingsRequest, _ceilings),
+    "devices": (DevicesRequest, _devices),
     "verify": (VerifyRequest, _verify),
 }
 

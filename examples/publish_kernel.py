@@ -9,7 +9,7 @@ Needs a token that may write (`hf auth login`), unless it is a dry run. HF_ENDPO
 import argparse
 from pathlib import Path
 
-from autokernel_hf import hub, pipeline
+from autokernel_hf import hub, shipping
 from autokernel_hf.check import check
 
 parser = argparse.ArgumentParser()
@@ -21,7 +21,7 @@ parser.add_argument("--dry-run", action="store_true")
 arguments = parser.parse_args()
 
 if arguments.source.is_file():
-    (package,) = pipeline.export(arguments.source, name=arguments.name, out=arguments.out)
+    (package,) = shipping.export(arguments.source, name=arguments.name, out=arguments.out)
     folder = Path(package.path)
 else:
     folder = arguments.source

@@ -50,12 +50,14 @@ class KnownJudge:
         self.pct_peak = pct_peak
         self.wrong = wrong
         self.judged: list[str] = []
+        self.opponents: list[str | None] = []
 
     def measure_peers(self) -> tuple[WorkloadResult, ...]:
         return ()
 
     def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation:
         self.judged.append(candidate.digest)
+        self.opponents.append(incumbent.digest if incumbent else None)
         values = dict(tunables.values(candidate.source))
         if self.wrong(values):
             return Evaluation(

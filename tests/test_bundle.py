@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 
-from autokernel_hf import hub, packages, pipeline
+from autokernel_hf import hub, packages, shipping
 from autokernel_hf.build import build
 from autokernel_hf.bundle import Part, export_files, stage_bundle
 from autokernel_hf.check import check
@@ -237,8 +238,8 @@ class FinishedRun:
     def verification(self) -> Verification:
         return VERIFICATION.model_copy(update={"kernel_calls": {"rmsnorm": 25, "activation": 12}})
 
-    def kept_commit(self, target: str) -> str:
-        return f"commit-of-{target}"
+    def winner(self, target: str) -> SimpleNamespace:
+        return SimpleNamespace(commit=f"commit-of-{target}")
 
 
 def test_a_runs_kernels_become_one_package_with_all_figures(
@@ -257,9 +258,9 @@ def test_a_runs_kernels_become_one_package_with_all_figures(
         return Winner(target=target, candidate=candidate(kind, "cpp"), evaluation=EVALUATION)
 
     winners = [winner("rmsnorm"), winner("activation")]
-    monkeypatch.setattr(pipeline, "winners_of", lambda run: (PROFILE, winners))
+    monkeypatch.setattr(shipping, "winners_of", lambda run: (PROFILE, winners))
     options: dict[str, Any] = {"name": "gpt2", "version": 1, "archs": (), "license": "MIT", "out": tmp_path}
-    (package,) = pipeline._export_run(FinishedRun(), bundle=True, **options)  # type: ignore[arg-type]
+    (package,) = shipping._export_run(FinishedRun(), bundle=True, **options)  # type: ignore[arg-type]
     assert (package.name, package.functions) == ("gpt2", ("activation", "rmsnorm"))
     card = (Path(package.path) / "README.md").read_text()
     for told in (
@@ -276,10 +277,10 @@ def test_a_runs_kernels_become_one_package_with_all_figures(
     assert card.count("| 1024x768,768 | float32 | 123 µs |") == 2
     assert card.count("## Whole model") == 1
     # Without --bundle, a package each, of the same builds.
-    apart = pipeline._export_run(FinishedRun(), bundle=False, **options)  # type: ignore[arg-type]
+    apart = shipping._export_run(FinishedRun(), bundle=False, **options)  # type: ignore[arg-type]
     assert [p.name for p in apart] == ["gpt2-rmsnorm", "gpt2-activation"]
     with pytest.raises(UsageError, match="None of this run's kernels is a CUDA one"):
-        pipeline._export_run(FinishedRun(), bundle=True, **{**options, "archs": ("9.0",)})  # type: ignore[arg-type]
+        shipping._export_run(FinishedRun(), bundle=True, **{**options, "archs": ("9.0",)})  # type: ignore[arg-type]
 
 
 def test_sources_that_make_no_one_package_are_refused(tmp_path: Path) -> None:
@@ -288,10 +289,10 @@ def test_sources_that_make_no_one_package_are_refused(tmp_path: Path) -> None:
         files.append(tmp_path / f"{kind}.cpp")
         files[-1].write_text(candidate(kind, "cpp").source)
     with pytest.raises(UsageError, match="only with --bundle"):
-        pipeline.export(*files, name="both", out=tmp_path / "out")
+        shipping.export(*files, name="both", out=tmp_path / "out")
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
     with pytest.raises(UsageError, match="only where all are candidate files"):
-        pipeline.export(files[0], run, name="both", out=tmp_path / "out", bundle=True)
+        shipping.export(files[0], run, name="both", out=tmp_path / "out", bundle=True)
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from autokernel_hf import doctor, pipeline
+from autokernel_hf import doctor, pipeline, shipping
 from autokernel_hf.agent import Playbook
 from autokernel_hf.cli import app
 from autokernel_hf.errors import ToolMissingError, last_words
@@ -195,7 +195,7 @@ def test_a_full_disk_is_named_by_where_the_file_should_have_gone(
     def export(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/from/a", None, "/to/b")
 
-    monkeypatch.setattr(pipeline, "export", export)
+    monkeypatch.setattr(shipping, "export", export)
     code, _, err = invoke("export", str(tmp_path / "mine.cpp"), "--name", "x")
     assert code == 1
     assert "No space left on device: /to/b" in err and "Free some disk space" in err
@@ -444,10 +444,10 @@ def test_verifying_again_leaves_the_packages_alone(run_dir: Path, monkeypatch: p
         places.append(out)
         return []
 
-    monkeypatch.setattr(pipeline, "winners_of", lambda run: (SimpleNamespace(model=None), []))
-    monkeypatch.setattr(pipeline, "stage", stage)
-    monkeypatch.setattr(pipeline, "verify", lambda *_: "verified")
+    monkeypatch.setattr(shipping, "winners_of", lambda run: (SimpleNamespace(model=None), []))
+    monkeypatch.setattr(shipping, "stage", stage)
+    monkeypatch.setattr(shipping, "verify", lambda *_: "verified")
     with Run.open(run_dir) as run:
-        assert pipeline.verify_again(run, Silent()) == "verified"
+        assert shipping.verify_again(run, Silent()) == "verified"
     (place,) = places
     assert not place.is_relative_to(run_dir) and not place.exists()

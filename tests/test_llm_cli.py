@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from autokernel_hf.kernels import starter
+from autokernel_hf.ledger import Asked, Reflected, Round
 from autokernel_hf.llm import KEY_VARIABLE
-from autokernel_hf.runs import Asked, Reflected, Round, Run
+from autokernel_hf.runs import Run
 from tests.llm_server import ChatServer, Step, error
 
 pytestmark = pytest.mark.timeout(1200)

@@ -10,11 +10,12 @@ import pytest
 
 from autokernel_hf import llm_account, llm_proposer, pipeline, tunables
 from autokernel_hf.errors import UsageError
+from autokernel_hf.ledger import Asked, Reflected, Round
 from autokernel_hf.llm import KEY_VARIABLE, Chat, LanguageModelError, Patience
 from autokernel_hf.llm_proposer import LanguageModel, Rules, reasons_in
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import Candidate, Evaluation, Stages, TargetResult, Winner
-from autokernel_hf.runs import Asked, Reflected, Round, Run
+from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.llm_server import ChatServer, Step, error
 from tests.loop_helpers import SOURCE, KnownJudge, decide, diagnose, formula, settings, target

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from autokernel_hf.ledger import Asked, Round
 from autokernel_hf.llm import Chat, Patience
 from autokernel_hf.llm_proposer import LanguageModel, Rules
 from autokernel_hf.progress import Silent
-from autokernel_hf.runs import Asked, Round, Run
+from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
 from tests.trained import smollm2

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import autokernel_hf
-from autokernel_hf import pipeline, tunables, worker
+from autokernel_hf import pipeline, shipping, tunables, worker
 from autokernel_hf.agent import Context, Playbook
 from autokernel_hf.errors import RunError
+from autokernel_hf.figures import RESULT_COLUMNS
+from autokernel_hf.ledger import Finished, Judged, Started
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import (
     Built,
@@ -32,7 +34,7 @@ from autokernel_hf.records import (
     Verification,
     Winner,
 )
-from autokernel_hf.runs import RESULT_COLUMNS, Finished, Judged, Run, Started
+from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import (
     EAGER_US,
@@ -101,6 +103,74 @@ def test_incorrect_candidates_are_reverted_and_never_win(run: Run) -> None:
     assert wrong
     assert {e.decision for e in wrong} == {"revert"}
     assert result.kept == sum(e.decision == "keep" for e in run.experiments())
+
+
+class Fickle(KnownJudge):
+    """Confirms only what is slower than a bound: the search's own timings flattered the rest."""
+
+    def __init__(self, honest_us: float, status: str = "passed") -> None:
+        super().__init__()
+        self.honest_us = honest_us
+        self.status = status
+        self.confirmed: list[str] = []
+
+    def confirm(self, candidate: Candidate) -> Evaluation:
+        self.confirmed.append(candidate.digest)
+        found = super().confirm(candidate)
+        us = found.workloads[0].latency_us
+        assert us is not None
+        if us >= self.honest_us:
+            return found
+        slow = found.workloads[0].model_copy(
+            update={"latency_us": 101.0, "speedup_vs_eager": 0.99, "ci95_vs_eager": (0.98, 1.0)}
+        )
+        return found.model_copy(update={"workloads": (slow,), "status": self.status, "reason": "it lied"})
+
+
+@pytest.mark.parametrize("status", ["passed", "incorrect"])
+def test_where_the_confirmation_fails_the_next_best_kept_one_wins(run: Run, status: str) -> None:
+    judge = Fickle(honest_us=28.0, status=status)
+    result, winner = search_of(run, judge, max_experiments=30, max_reverts=30).run_all(Playbook())
+    everything = [e.record for e in run.events() if isinstance(e, Judged)]
+    kept_once = [e for e in everything if e.decision == "keep"]
+    flattered = [e for e in kept_once if formula(dict(e.tunables)) < 28.0]
+    honest = [e for e in kept_once if formula(dict(e.tunables)) >= 28.0]
+    assert flattered and honest, "the case needs some of both"
+    assert winner is not None and result.status == "won"
+    assert winner.candidate.digest == honest[-1].digest
+    assert result.best_us == pytest.approx(formula(dict(honest[-1].tunables)))
+    assert judge.confirmed == [e.digest for e in (*reversed(flattered), honest[-1])]
+    # Told in the outcome, the ledger, the table and git.
+    assert all(f"#{e.experiment} was kept and then taken back" in result.reason for e in flattered)
+    assert result.kept == len(honest)
+    by_number = {e.experiment: e for e in run.experiments()}
+    assert {by_number[e.experiment].decision for e in flattered} == {"revert"}
+    rows = [line.split("\t") for line in (run.path / "results.tsv").read_text().splitlines()[1:]]
+    assert [int(r[0]) for r in rows if r[12] == "keep"] == [e.experiment for e in honest]
+    assert git(run, "rev-parse", "target/rmsnorm") == honest[-1].commit
+    assert (run.target_dir("rmsnorm") / "kernel.cpp").read_text() == winner.candidate.source
+    assert git(run, "rev-parse", f"refs/experiments/{flattered[-1].experiment}") == flattered[-1].commit
+    assert run.winner("rmsnorm") == by_number[honest[-1].experiment]
+    # And after a crash before the branch moved back.
+    git(run, "update-ref", "refs/heads/target/rmsnorm", flattered[-1].commit)
+    path = run.path
+    run.close()
+    with Run.open(path) as again:
+        assert git(again, "rev-parse", "target/rmsnorm") == honest[-1].commit
+        found = shipping.winner_of(again, target())
+        assert found is not None and found.candidate == winner.candidate
+
+
+def test_where_no_kept_one_is_confirmed_the_branch_is_back_at_the_starter(run: Run) -> None:
+    judge = Fickle(honest_us=1e9)
+    search = search_of(run, judge, max_experiments=1)
+    result, winner = search.run_all(Playbook())
+    assert winner is None and result.status == "no_speedup" and result.kept == 0
+    assert "0.990x the speed of the model's own code (0.980 to 1.000 at 95 %)" in result.reason
+    first = git(run, "rev-list", "--reverse", "target/rmsnorm").splitlines()
+    assert len(first) == 2, "the run's start and the starters"
+    assert (run.target_dir("rmsnorm") / "kernel.cpp").read_text() == starter().source
+    assert run.incumbent("rmsnorm") is None and run.winner("rmsnorm") is None
 
 
 def test_no_winner_where_nothing_beats_the_models_own_code(run: Run) -> None:
@@ -192,9 +262,9 @@ def test_no_module_takes_the_place_of_a_public_function() -> None:
     assert all(callable(getattr(autokernel_hf, name)) for name in ("apply", "load", "optimize", "restore"))
 
 
-def test_options_that_nothing_heeds_yet_are_refused() -> None:
-    with pytest.raises(TypeError, match="no option devices"):
-        autokernel_hf.optimize("gpt2", random_weights=True, devices=(0, 1))
+def test_options_that_nothing_heeds_are_refused() -> None:
+    with pytest.raises(TypeError, match="no option gpus"):
+        autokernel_hf.optimize("gpt2", random_weights=True, gpus=(0, 1))
 
 
 def test_a_resumed_search_goes_on_where_it_stopped(run: Run) -> None:
@@ -326,7 +396,7 @@ def test_playbook_ends_when_its_space_is_exhausted() -> None:
     assert [p.tunables for p in proposals] == [{"kA": 2}]
 
 
-def staged(run: Run, name: str) -> pipeline.Staged:
+def staged(run: Run, name: str) -> shipping.Staged:
     """A staged winner called `name`, whose package is a folder that exists."""
     folder = run.path / "packages" / name
     folder.mkdir(parents=True)
@@ -342,14 +412,14 @@ def staged(run: Run, name: str) -> pipeline.Staged:
     package = Package(
         path=str(folder), name=name, version=1, variants=("v",), functions=("rmsnorm",), layers=()
     )
-    return pipeline.Staged(winner=winner, built=built, package=package)
+    return shipping.Staged(winner=winner, built=built, package=package)
 
 
 def model_gain(gains: dict[str, float], asked: list[tuple[str, ...]]) -> Callable[..., Verification]:
     """A stand-in for the verification of a model, in which the kernels' gains add up."""
 
     def verify(
-        run: Run, kernels: Sequence[pipeline.Staged], progress: object = None, *, quick: bool = False
+        run: Run, kernels: Sequence[shipping.Staged], progress: object = None, *, quick: bool = False
     ) -> Verification:
         names = tuple(k.winner.target.name for k in kernels)
         asked.append(names)
@@ -372,8 +442,8 @@ def test_a_kernel_that_slows_the_model_is_left_out_and_the_others_are_verified_w
 ) -> None:
     kernels = [staged(run, n) for n in ("good", "bad", "fair")]
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(pipeline, "verify", model_gain({"good": 0.1, "bad": -0.3, "fair": 0.05}, asked))
-    left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
+    monkeypatch.setattr(shipping, "verify", model_gain({"good": 0.1, "bad": -0.3, "fair": 0.05}, asked))
+    left, verification = shipping.verify_the_helpful(run, kernels, Silent())
     assert asked == [("good", "bad", "fair"), ("good",), ("bad",), ("fair",), ("good", "fair")]
     assert [k.package.name for k in left] == ["good", "fair"]
     assert verification is not None and verification.passed
@@ -388,12 +458,12 @@ def test_kernels_that_help_together_are_verified_once_and_where_none_helps_all_a
 ) -> None:
     kernels = [staged(run, n) for n in ("one", "two")]
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(pipeline, "verify", model_gain({"one": 0.1, "two": 0.1}, asked))
-    left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
+    monkeypatch.setattr(shipping, "verify", model_gain({"one": 0.1, "two": 0.1}, asked))
+    left, verification = shipping.verify_the_helpful(run, kernels, Silent())
     assert (len(left), len(asked), verification.passed) == (2, 1, True)
     asked.clear()
-    monkeypatch.setattr(pipeline, "verify", model_gain({"one": -0.1, "two": -0.1}, asked))
-    left, verification = pipeline.verify_the_helpful(run, kernels, Silent())
+    monkeypatch.setattr(shipping, "verify", model_gain({"one": -0.1, "two": -0.1}, asked))
+    left, verification = shipping.verify_the_helpful(run, kernels, Silent())
     assert asked == [("one", "two"), ("one",), ("two",)]
     assert not verification.passed and verification.kernel_calls == {"one": 4, "two": 4}
 
@@ -401,10 +471,10 @@ def test_kernels_that_help_together_are_verified_once_and_where_none_helps_all_a
 def test_only_a_full_verification_is_the_runs_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = staged(run, "one")
     found = model_gain({"one": 0.1}, [])(run, [kernel])
-    monkeypatch.setattr(pipeline.worker, "call", lambda *_: found)
-    assert pipeline.verify(run, [kernel], quick=True) == found
+    monkeypatch.setattr(shipping.worker, "call", lambda *_: found)
+    assert shipping.verify(run, [kernel], quick=True) == found
     assert run.verification() is None
-    assert pipeline.verify(run, [kernel]) == run.verification() == found
+    assert shipping.verify(run, [kernel]) == run.verification() == found
 
 
 def profile_of(spec: ModelSpec) -> Profile:
@@ -428,7 +498,7 @@ def test_the_model_that_was_profiled_is_verified_at_its_commit(
         return known
 
     monkeypatch.setattr(worker, "call", call)
-    assert pipeline.verify(run, [staged(run, "two")]) == known
+    assert shipping.verify(run, [staged(run, "two")]) == known
     assert asked == [pinned]
     assert asked != [run.settings.spec]
 
@@ -438,7 +508,7 @@ def test_kernels_that_make_the_model_wrong_are_not_exported(
 ) -> None:
     run.save_profile(profile_of(settings().spec))
     winner = staged(run, "one").winner
-    monkeypatch.setattr(pipeline, "winners_of", lambda run: (run.profile(), [winner]))
+    monkeypatch.setattr(shipping, "winners_of", lambda run: (run.profile(), [winner]))
     run.save_verification(
         Verification(
             passed=False, kernel_calls={"one": 4}, latency_ms=Latency(), speedup=Speedup(),
@@ -447,7 +517,7 @@ def test_kernels_that_make_the_model_wrong_are_not_exported(
     )  # fmt: skip
     run.close()
     with pytest.raises(RunError, match="not right with this run's kernels: the logits differ"):
-        pipeline.export(run.path, name="mine", out=tmp_path / "packages")
+        shipping.export(run.path, name="mine", out=tmp_path / "packages")
     assert not (tmp_path / "packages").exists()
 
 

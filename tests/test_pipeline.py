@@ -220,7 +220,7 @@ def test_a_killed_run_goes_on_where_it_was(model_folder: Path, tmp_path: Path) -
     with Run.open(folder) as run:
         assert [e.experiment for e in run.experiments()] == [e["record"]["experiment"] for e in before]
         kept = [e for e in run.experiments() if e.decision == "keep"]
-        assert not kept or run.kept_commit("activation") == kept[-1].commit
+        assert not kept or run.kept("activation") == kept[-1]
     # The rest of the search, without the stages behind it: an agent's verb does the next experiment.
     starter = cli("best", "--run", str(folder), "--json", cwd=tmp_path)
     source = json.loads(starter.stdout)["source"]

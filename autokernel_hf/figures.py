@@ -1,0 +1,93 @@
+"""Figures of experiments: what a judge's evaluation says of all workloads together, and a row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from autokernel_hf.judge import statistics
+from autokernel_hf.records import Evaluation, Experiment, Interval
+
+RESULT_COLUMNS = (
+    "experiment",
+    "tag",
+    "kernel_type",
+    "throughput_tflops",
+    "latency_us",
+    "pct_peak",
+    "speedup_vs_pytorch",
+    "correctness",
+    "peak_vram_mb",
+    "description",
+    "target",
+    "backend",
+    "decision",
+    "speedup_vs_incumbent",
+    "commit",
+)
+
+
+def weighted(evaluation: Evaluation, field: str) -> float | None:
+    """Geometric mean of a workload figure, weighted by the workloads' shares; None where one is missing."""
+    values = [getattr(w, field) for w in evaluation.workloads]
+    if not values or any(v is None or v <= 0 for v in values):
+        return None
+    mean, _ = statistics.combine(values, [(v, v) for v in values], [w.share for w in evaluation.workloads])
+    return mean
+
+
+def gain_over(evaluation: Evaluation, other: Literal["eager", "incumbent"]) -> tuple[float, Interval] | None:
+    """Speed-up over the model's own code or the incumbent, all workloads together; None where one was not timed."""
+    speedups = [getattr(w, f"speedup_vs_{other}") for w in evaluation.workloads]
+    intervals = [getattr(w, f"ci95_vs_{other}") for w in evaluation.workloads]
+    if not speedups or None in speedups or None in intervals:
+        return None
+    return statistics.combine(speedups, intervals, [w.share for w in evaluation.workloads])
+
+
+def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
+    """Time of the model's own code over each experiment's, by number, for the experiments of one target in order.
+
+    One that was timed against an incumbent alone gets that incumbent's score times its own ratio; None: not right, or
+    not timed.
+    """
+    scores: dict[int, float | None] = {}
+    best: float | None = None
+    for experiment in experiments:
+        score = weighted(experiment.evaluation, "speedup_vs_eager")
+        ratio = weighted(experiment.evaluation, "speedup_vs_incumbent")
+        opponent = scores.get(experiment.against) if experiment.against is not None else best
+        if score is None and opponent is not None and ratio is not None:
+            score = opponent * ratio
+        scores[experiment.experiment] = score if experiment.evaluation.status == "passed" else None
+        if experiment.decision == "keep":
+            best = score
+    return scores
+
+
+def _cell(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def result_row(experiment: Experiment) -> list[str]:
+    """One row of results.tsv; figures are of the workload with the largest share, empty where not measured."""
+    evaluation = experiment.evaluation
+    main = max(evaluation.workloads, key=lambda w: w.share, default=None)
+    text = " ".join(experiment.description.split())
+    return [
+        str(experiment.experiment),
+        experiment.tag,
+        experiment.kernel_type,
+        _cell(main.tflops if main else None),
+        _cell(main.latency_us if main else None, 6),
+        _cell(main.pct_peak if main else None),
+        _cell(weighted(evaluation, "speedup_vs_eager")),
+        evaluation.status,
+        _cell(evaluation.peak_vram_mb, 6),
+        text,
+        experiment.target,
+        experiment.backend,
+        experiment.decision,
+        _cell(weighted(evaluation, "speedup_vs_incumbent")),
+        experiment.commit or "",
+    ]

@@ -1,0 +1,312 @@
+"""Winners to packages: staged, verified in the whole model, finished with a card, or exported later.
+
+Every function takes what the run folder holds; what needs a model runs in a worker.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autokernel_hf import worker
+from autokernel_hf.errors import RunError, UsageError
+from autokernel_hf.progress import Progress, Silent
+from autokernel_hf.records import (
+    Built,
+    Package,
+    Profile,
+    PulledModel,
+    Target,
+    Verification,
+    Winner,
+)
+from autokernel_hf.runs import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A winner's package variant, in the run's staging area: what verify loads and export finishes."""
+
+    winner: Winner
+    built: Built
+    package: Package
+
+
+def stage(
+    run: Run, model: PulledModel, winners: Sequence[Winner], progress: Progress, *, out: Path | None = None
+) -> list[Staged]:
+    """Put the winners' judged builds into package folders, which verify loads from: the run's own, or those in `out`."""
+    from autokernel_hf.build import build
+    from autokernel_hf.export_hf import name_of_model, package_name
+    from autokernel_hf.export_hf import stage as stage_package
+
+    if not winners:
+        return []
+    progress.stage("Staging packages")
+    base = run.settings.name or name_of_model(model.id)
+    staged = []
+    for winner in winners:
+        kind = "cuda" if winner.target.device.startswith("cuda") else "cpu"
+        built = build(winner.candidate, device=kind)
+        name = package_name(
+            base, winner.target.kernel_type if len(winners) > 1 or not run.settings.name else None
+        )
+        package = stage_package(
+            built,
+            candidate=winner.candidate,
+            name=name,
+            license=run.settings.license,
+            out=out or run.path / "packages",
+        )
+        staged.append(Staged(winner=winner, built=built, package=package))
+    return staged
+
+
+def verify_the_helpful(
+    run: Run, staged: Sequence[Staged], progress: Progress
+) -> tuple[list[Staged], Verification | None]:
+    """Verify all staged kernels together; where that fails, those that make the model faster by themselves.
+
+    The kernels that were left out lose their package.
+    """
+    if not staged:
+        return [], None
+    verification = verify(run, staged, progress)
+    if verification.passed or len(staged) == 1:
+        return list(staged), verification
+    alone = {s.winner.target.name: verify(run, [s], progress, quick=True) for s in staged}
+    helpful = [s for s in staged if alone[s.winner.target.name].passed]
+    if not helpful or len(helpful) == len(staged):
+        # Each or none helps: nothing better is known than what all together showed.
+        return list(staged), verification
+    for item in staged:
+        if item not in helpful:
+            shutil.rmtree(item.package.path, ignore_errors=True)
+    left_out = "; ".join(
+        f"{name} was left out: {found.reason}" for name, found in alone.items() if not found.passed
+    )
+    verification = verify(run, helpful, progress)
+    verification = verification.model_copy(update={"notes": (*verification.notes, left_out)})
+    run.save_verification(verification)
+    return helpful, verification
+
+
+def verify(
+    run: Run, staged: Sequence[Staged], progress: Progress | None = None, *, quick: bool = False
+) -> Verification:
+    """The whole model with the staged packages in place: right, and faster.
+
+    Args:
+        quick: Without torch.compile's columns, and not kept in the run folder: an answer on the way to the run's own.
+    """
+    names = ", ".join(s.winner.target.name for s in staged)
+    (progress or Silent()).stage(f"Verifying the whole model with {names}")
+    profile = run.profile()
+    request = worker.VerifyRequest(
+        # As the profile settled it: the same commit, and the same folder wherever this is called from.
+        spec=profile.spec if profile is not None else run.settings.spec,
+        kernels=tuple(
+            worker.StagedKernel(
+                target=s.winner.target.name,
+                kernel_type=s.winner.target.kernel_type,
+                sites=s.winner.target.sites,
+                path=str(Path(s.package.path).resolve() / "build" / s.built.variant),
+            )
+            for s in staged
+        ),
+        compile=not quick,
+    )
+    verification = worker.call("verify", request, Verification)
+    if not quick:
+        run.save_verification(verification)
+    return verification
+
+
+def finish(
+    run: Run,
+    profile: Profile,
+    staged: Sequence[Staged],
+    verification: Verification | None,
+    progress: Progress,
+) -> list[Package]:
+    """Write the cards of verified packages; packages that did not help the model are removed again."""
+    from autokernel_hf.export_hf import write_card
+
+    if verification is None or not verification.passed:
+        for item in staged:
+            shutil.rmtree(item.package.path, ignore_errors=True)
+        return []
+    progress.stage("Writing cards")
+    for item in staged:
+        write_card(
+            item.package,
+            candidate=item.winner.candidate,
+            built=item.built,
+            evaluation=item.winner.evaluation,
+            verification=verification,
+            profile=profile,
+            run_settings=run.settings,
+            commit=_commit_of(run, item.winner.target),
+        )
+    return [item.package for item in staged]
+
+
+def verify_again(run: Run, progress: Progress) -> Verification:
+    """Verify the winners of a finished run once more. Its packages, which have their cards, are left as they are.
+
+    Raises:
+        RunError: The run has no winners.
+    """
+    profile, winners = winners_of(run)
+    with tempfile.TemporaryDirectory(prefix="autokernel_hf-") as folder:
+        return verify(run, stage(run, profile.model, winners, progress, out=Path(folder)), progress)
+
+
+def export(
+    *sources: Path,
+    name: str,
+    version: int = 1,
+    archs: tuple[str, ...] = (),
+    license: str = "Apache-2.0",
+    out: Path,
+    bundle: bool = False,
+) -> list[Package]:
+    """Packages of a run's winners, or of candidate files.
+
+    Args:
+        sources: One run folder, or one candidate file; or several files, for a bundle.
+        archs: CUDA architectures to build for.
+        bundle: All kernels in one package.
+
+    Raises:
+        AutokernelError: The run has no winners, or a file does not compile.
+    """
+    from autokernel_hf.bundle import export_files
+    from autokernel_hf.candidates import read_candidate
+    from autokernel_hf.export_hf import check_license, export_file
+
+    check_license(license)
+    runs = [source for source in sources if (source / "run.json").exists()]
+    if len(sources) > 1 and (runs or not bundle):
+        raise UsageError(
+            "Several sources make one package only with --bundle, and only where all are candidate files.",
+            remedy="Export them one by one.",
+        )
+    if runs:
+        with Run.open(runs[0]) as run:
+            return _export_run(
+                run, name=name, version=version, archs=archs, license=license, out=out, bundle=bundle
+            )
+    candidates = [read_candidate(source) for source in sources]
+    if bundle:
+        return [export_files(candidates, name, version=version, archs=archs, license=license, out=out)]
+    return [export_file(candidates[0], name, version=version, archs=archs, license=license, out=out)]
+
+
+def _export_run(
+    run: Run,
+    *,
+    name: str,
+    version: int,
+    archs: tuple[str, ...],
+    license: str,
+    out: Path,
+    bundle: bool,
+) -> list[Package]:
+    from autokernel_hf.build import build
+    from autokernel_hf.bundle import Part, stage_bundle, write_bundle_card
+    from autokernel_hf.export_hf import package_name, write_card
+    from autokernel_hf.export_hf import stage as stage_package
+
+    profile, winners = winners_of(run)
+    if archs and not any(winner.candidate.backend == "cuda" for winner in winners):
+        raise UsageError("None of this run's kernels is a CUDA one.", remedy="Leave --archs away.")
+    verification = run.verification()
+    if verification is not None and is_wrong(verification):
+        raise RunError(
+            f"The model was not right with this run's kernels: {verification.reason}",
+            remedy="Run verify again; nothing of this run is exported before it says that they are right.",
+        )
+    parts = []
+    for winner in winners:
+        built = build(winner.candidate, device=profile.device.kind)
+        # A binary for more architectures is built again from the judged source; the card says so.
+        if archs and winner.candidate.backend == "cuda":
+            built = build(winner.candidate, archs=tuple(dict.fromkeys((*built.archs, *archs))))
+        commit = _commit_of(run, winner.target)
+        parts.append(
+            Part(candidate=winner.candidate, built=built, evaluation=winner.evaluation, commit=commit)
+        )
+    if bundle and len(parts) > 1:
+        package = stage_bundle(
+            parts, name=package_name(name, None), version=version, license=license, out=out
+        )
+        write_bundle_card(
+            package, parts, verification=verification, profile=profile, run_settings=run.settings
+        )
+        return [package]
+    packages = []
+    for part in parts:
+        package = stage_package(
+            part.built,
+            candidate=part.candidate,
+            name=package_name(name, part.candidate.kernel_type if len(parts) > 1 else None),
+            version=version,
+            license=license,
+            out=out,
+        )
+        write_card(
+            package,
+            candidate=part.candidate,
+            built=part.built,
+            evaluation=part.evaluation,
+            verification=verification,
+            profile=profile,
+            run_settings=run.settings,
+            commit=part.commit,
+        )
+        packages.append(package)
+    return packages
+
+
+def winners_of(run: Run) -> tuple[Profile, list[Winner]]:
+    """The winners of a finished run, from its ledger, without those that its verification left out.
+
+    Raises:
+        RunError: The run has none.
+    """
+    profile = run.profile()
+    verification = run.verification()
+    winners = [
+        winner
+        for target in run.targets()
+        if (winner := winner_of(run, target)) is not None
+        and (verification is None or not verification.passed or target.name in verification.kernel_calls)
+    ]
+    if profile is None or not winners:
+        raise RunError(
+            f"{run.path} has no winners.",
+            remedy="Run optimize first; `autokernel-hf ledger` shows how it went.",
+        )
+    return profile, winners
+
+
+def winner_of(run: Run, target: Target) -> Winner | None:
+    """A won target's candidate with its confirmation run; None where it did not win."""
+    done, won = run.result(target.name), run.winner(target.name)
+    if done is None or done.confirmation is None or won is None:
+        return None
+    return Winner(target=target, candidate=run.source(won), evaluation=done.confirmation)
+
+
+def _commit_of(run: Run, target: Target) -> str | None:
+    won = run.winner(target.name)
+    return won.commit if won is not None else None
+
+
+def is_wrong(verification: Verification) -> bool:
+    """Whether the model was not right with the kernels, or could not be run: nothing is timed then."""
+    return not verification.passed and (verification.error is None or verification.speedup.vs_eager is None)
