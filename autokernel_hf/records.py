@@ -322,6 +322,19 @@ class Stages(Record):
     edges: StageStatus = "skipped"
 
 
+class DeviceState(Record):
+    """How a GPU was at a moment. None: its driver does not tell.
+
+    `throttled` names what held its clocks below the highest: power_cap, thermal, idle, ...; empty where nothing did.
+    """
+
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttled: tuple[str, ...] | None = None
+
+
 class WorkloadResult(Record):
     """One timed workload. `speedup` is against `baseline`, the fastest right peer; both are None where not timed.
 
@@ -352,6 +365,12 @@ class WorkloadResult(Record):
     pct_peak: float | None = None
     max_abs_error: float | None = None
     error_ratio: float | None = None  # candidate's error over torch's own in this dtype
+    # Beside the cold times, on a GPU, of candidates that pass all stages: one call after the other on the same input
+    # (`hot`), and as a CUDA graph of several calls (`graph`). The device's time, and eager torch's own.
+    hot_us: float | None = None
+    graph_us: float | None = None
+    eager_hot_us: float | None = None
+    eager_graph_us: float | None = None
 
 
 class Evaluation(Record):
@@ -367,6 +386,7 @@ class Evaluation(Record):
     phases: tuple[tuple[str, float], ...] = ()  # where the seconds went, in order
     built_id: str | None = None
     confirmed: bool = False  # timings are from a run of their own, not from the search that chose the winner
+    device_states: tuple[DeviceState, ...] = ()  # of a GPU, before the first timing and right after the last
 
 
 # --- optimization -------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
-from autokernel_hf.judge import audit, messages, sandbox, triton_seed, turn
+from autokernel_hf.judge import audit, graphs, messages, sandbox, triton_seed, turn
 from autokernel_hf.judge.arena import POISON, Arena, Slot, same_bits
+from autokernel_hf.judge.bands import Bands
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
 from autokernel_hf.records import Candidate
 
@@ -118,9 +119,11 @@ class _Worker:
         self.arena: Arena | None = None
         self.module: ModuleType | None = None
         self.function: Callable[..., Any] | None = None
-        self.flush: Tensor | None = None
+        self.flush: turn.Flush | None = None
+        self.graph: graphs.Graph | None = None
         self.stream: torch.cuda.Stream | None = None
         self.kernel_fn: Callable[..., Any] | None = None  # of a Triton candidate: what its operator calls
+        self.library: Path | None = None  # of a compiled one
         self.watch: audit.Watch | None = None
         # The outputs of the last checked call stay alive: one that is returned again is not new.
         self.last: tuple[Tensor, ...] = ()
@@ -145,13 +148,14 @@ class _Worker:
             _, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
             descriptor = descriptors[0]
         self.last = self.copies = ()
+        self.graph = None
         if self.arena is not None:
             self.arena.close()
             gc.collect()
         self.arena = Arena.open(request["handle"], descriptor)
         if self.arena.memory.device.type == "cuda" and self.stream is None:
             self.stream = torch.cuda.Stream(self.arena.memory.device)
-            self.flush = turn.flush_buffer(self.arena.memory.device)
+            self.flush = turn.flush_for(self.arena.memory.device)
             torch.cuda.synchronize()
         return {"threads": torch.get_num_threads()}
 
@@ -171,6 +175,8 @@ class _Worker:
         if (Path(request["path"]) / "op.py").exists():
             # Taken now: what the candidate does to `sys.modules` later hides nothing.
             self.kernel_fn = sys.modules[f"{self.module.__name__}.op"].kernel_fn
+        else:
+            self.library = next(Path(request["path"]).glob("*.so"))
         return {}
 
     def do_inspect(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -194,9 +200,20 @@ class _Worker:
         return {}
 
     def do_call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call once, and copy the outputs to their slots."""
+        """Call once, and copy the outputs to their slots; before that once between guard bands, where asked to."""
         assert self.arena is not None and self.function is not None
         arguments = self._arguments(request["args"])
+        odd: Exception | None = None
+        if request.get("bands"):
+            try:
+                beside = self._beside(arguments)
+            except Exception as error:
+                if self.kernel_fn is None:
+                    raise
+                odd = error  # what a candidate that lets torch compute may raise there is not what is wrong with it
+            else:
+                if beside:
+                    return {"outputs": [], "shared": False, "beside": beside}
         if request.get("disturb"):
             _disturb(self.arena.memory.device)
         _poison_pool(request["sinks"], self.arena.memory.device)
@@ -230,7 +247,22 @@ class _Worker:
         for report in reports:
             report.pop("storage", None)
         self._audit_new(request["args"], arguments)
+        if odd is not None:
+            raise odd
         return {"outputs": reports, "shared": shared}
+
+    def _beside(self, arguments: dict[str, Any]) -> str:
+        """What a call writes beside the memory that it allocates; empty where nothing is."""
+        assert self.arena is not None and self.function is not None
+        device = self.arena.memory.device
+        bands = Bands(device, self.library)
+        # A Triton candidate's operator would hide what is allocated below it.
+        function = self.kernel_fn if self.kernel_fn is not None else self.function
+        with bands:
+            result = function(**arguments)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return bands.written(turn.as_tuple(result))
 
     def _audit_new(self, args: list[list[Any]], arguments: dict[str, Any]) -> None:
         """Look at the operators of a Triton candidate's Python, once for each kind of call.
@@ -269,6 +301,54 @@ class _Worker:
             [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sinks"]],
         ).take(self.flush, request["delay_us"])
         return {"device_us": taken.device_us, "host_us": taken.host_us, "late_us": taken.late_us}
+
+    def do_loop(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call again and again, which the referee times; nothing is looked at."""
+        assert self.arena is not None and self.function is not None
+        function, arguments = self.function, self._arguments(request["args"])
+        for _ in range(request["calls"]):
+            function(**arguments)
+        if self.arena.memory.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {}
+
+    def do_hot(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Time calls with warm caches, and keep what the last one returned."""
+        assert self.arena is not None and self.function is not None
+        taken, outputs = graphs.hot(self.function, self._arguments(request["args"]), request["calls"])
+        self._keep(outputs, request["sinks"])
+        return {"us": taken}
+
+    def do_capture(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Capture calls in a CUDA graph."""
+        assert self.arena is not None and self.function is not None
+        self.graph = None
+        try:
+            self.graph = graphs.Graph(self.function, self._arguments(request["args"]), request["calls"])
+        except RuntimeError as error:
+            if classify(error) == "out_of_memory" or isinstance(error, NotImplementedError):
+                raise
+            raise CandidateError(
+                f"a call cannot be captured in a CUDA graph ({describe(error).splitlines()[0][:200]}): it must neither "
+                "synchronize with the device, nor allocate from the driver, nor leave the current stream"
+            ) from None
+        return {}
+
+    def do_replay(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Replay what was captured, keep its outputs, and time further replays."""
+        assert self.graph is not None
+        self.graph.replay(POISON)
+        self._keep(self.graph.outputs, request["sinks"])
+        taken = self.graph.times()
+        self.graph = None
+        return {"us": taken}
+
+    def _keep(self, outputs: tuple[Any, ...], sinks: list[dict[str, Any]]) -> None:
+        """Copy outputs, whose form a call before has shown, to their slots."""
+        assert self.arena is not None
+        for output, data in zip(outputs, sinks, strict=True):
+            self.arena.view(Slot.from_json(data)).copy_(output)
+        torch.cuda.synchronize()
 
     def do_memory(self, request: dict[str, Any]) -> dict[str, Any]:
         """The most device memory that was allocated here so far, in bytes; the arena is not part of it."""

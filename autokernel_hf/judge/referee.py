@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from autokernel_hf import contract
+from autokernel_hf import contract, gpu
 from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, UsageError
-from autokernel_hf.judge import cases, timing
+from autokernel_hf.judge import cases, replays, timing
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.bench import Bench, Pair, untimed
 from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of, narrowed
@@ -32,6 +32,7 @@ from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Request, Settings
 from autokernel_hf.judge.stages import Passed, StageFailed, room_for, run_case, warm
+from autokernel_hf.judge.telemetry import device_state
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels.base import tensor_bytes
@@ -39,6 +40,7 @@ from autokernel_hf.progress import NOTE
 from autokernel_hf.records import (
     BenchStatus,
     Candidate,
+    DeviceState,
     Evaluation,
     Resources,
     Stages,
@@ -67,13 +69,17 @@ class _Sheet:
 
     started: float
     stages: dict[Stage, StageStatus]
-    results: tuple[WorkloadResult, ...] = ()
+    results: dict[str, WorkloadResult] = field(
+        default_factory=dict
+    )  # by workload, as `key_of` tells them apart
     smoke: dict[str, Passed] | None = None
     resources: Resources = Resources()
     built_id: str | None = None
     peak_bytes: int | None = None
     confirmed: bool = False
     phases: list[tuple[str, float]] = field(default_factory=list)
+    warm_times: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by workload
+    device_states: list[DeviceState] = field(default_factory=list)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,14 +95,18 @@ class _Sheet:
             status=status,
             stages=Stages(**{stage: self.stages[stage] for stage in STAGES}),
             reason=reason,
-            workloads=self.results,
+            workloads=tuple(self._with_warm_times(r, key) for key, r in self.results.items()),
             resources=self.resources,
             peak_vram_mb=None if self.peak_bytes is None else self.peak_bytes / 2**20,
             seconds=time.monotonic() - self.started,
             phases=tuple(self.phases),
             built_id=self.built_id,
             confirmed=self.confirmed,
+            device_states=tuple(self.device_states),
         )
+
+    def _with_warm_times(self, result: WorkloadResult, key: str) -> WorkloadResult:
+        return result.model_copy(update=self.warm_times.get(key, {}))
 
 
 class Referee:
@@ -195,13 +205,13 @@ class Referee:
         sheet = _Sheet(
             started=time.monotonic(),
             stages=dict.fromkeys(STAGES, "skipped"),
-            results=tuple(untimed(w) for w in self.scope.workloads),
+            results={key_of(w): untimed(w) for w in self.scope.workloads},
             confirmed=request.confirm,
         )
         child: Child | None = None
         try:
             domain = self._domain(candidate)
-            sheet.results = tuple(untimed(w) for w in self.scope.workloads)
+            sheet.results = {key_of(w): untimed(w) for w in self.scope.workloads}
             with sheet.phase("start"):
                 crew = self._crew()
                 child = crew.take()
@@ -249,10 +259,12 @@ class Referee:
             return "Right in the interpreter; it has no timing without a GPU."
         if request.all_stages and not self.settings.quick:
             self._remaining_stages(child, request.candidate, domain, sheet)
-        sheet.results = self._time(child, domain, request, sheet)
+        self._time(child, domain, request, sheet)
         if request.all_stages:
             return self._summary(sheet)
-        reason = why_not_keep(sheet.results, epsilon=self.settings.epsilon, delta=self.settings.delta)
+        reason = why_not_keep(
+            tuple(sheet.results.values()), epsilon=self.settings.epsilon, delta=self.settings.delta
+        )
         if reason or self.settings.quick:
             return reason or self._summary(sheet)
         self._remaining_stages(child, request.candidate, domain, sheet)
@@ -272,7 +284,7 @@ class Referee:
 
     def _summary(self, sheet: _Sheet) -> str:
         done = "All stages passed" if set(sheet.stages.values()) == {"passed"} else "The smoke stage passed"
-        gain = gain_of(sheet.results)
+        gain = gain_of(tuple(sheet.results.values()))
         if gain is None:
             return f"{done}."
         over = "the incumbent" if gain.over == "incumbent" else "eager torch"
@@ -343,6 +355,8 @@ class Referee:
             for case in cases_of(stage, self.scope, domain):
                 args = self.bench.fresh(case.workload)
                 seen[key_of(case.workload)] = run_case(child, self.kernel_type, case, args, self.device)
+            if stage == "edges" and self.device.type == "cuda":
+                self._time_warm(child, domain, sheet)
         sheet.stages[stage] = "passed"
         return seen
 
@@ -354,13 +368,11 @@ class Referee:
             return tuple(untimed(w) for w in self.scope.workloads)
         return tuple(self.bench.peers(w) for w in self.scope.workloads)
 
-    def _time(
-        self, child: Child, domain: Domain, request: Request, sheet: _Sheet
-    ) -> tuple[WorkloadResult, ...]:
+    def _time(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> None:
         """Time the candidate on every workload in its domain; stop early once it cannot be kept any more."""
-        results = {key_of(w): untimed(w) for w in self.scope.workloads}
         assert request.candidate is not None
         pair = Pair(candidate=request.candidate, child=child, incumbent=request.incumbent)
+        self._note_state(sheet)
         for workload in self.scope.workloads:
             if not holds(domain, workload):
                 continue
@@ -368,11 +380,35 @@ class Referee:
             passed = sheet.smoke[key_of(workload)]
             with sheet.phase("timing"):
                 result = self.bench.candidate(pair, self._crew(), workload, passed, peers=request.peers)
-            results[key_of(workload)] = result
-            sheet.results = tuple(results.values())
+            sheet.results[key_of(workload)] = result
             if self.bench.hopeless:
                 break
-        return tuple(results.values())
+        self._note_state(sheet)
+
+    def _note_state(self, sheet: _Sheet) -> None:
+        state = device_state(self.device)
+        if state is not None:
+            sheet.device_states.append(state)
+
+    def _time_warm(self, child: Child, domain: Domain, sheet: _Sheet) -> None:
+        """The columns beside the cold one, which also show whether the candidate works in a CUDA graph.
+
+        Raises:
+            StageFailed: It does not.
+        """
+        for workload in self.scope.workloads:
+            if not holds(domain, workload):
+                continue
+            calls = (self.bench.fresh(workload), self.bench.fresh(workload))
+            with gpu.device_lock(self.device):
+                own = replays.candidate_times(child, self.kernel_type, workload, calls)
+                eager = replays.eager_times(self.kernel_type, calls[0])
+            sheet.warm_times[key_of(workload)] = {
+                "hot_us": own.hot_us,
+                "graph_us": own.graph_us,
+                "eager_hot_us": eager.hot_us,
+                "eager_graph_us": eager.graph_us,
+            }
 
     def _probe_device(self) -> None:
         """After a crash: is the device still sane?

@@ -41,6 +41,7 @@ class Report:
 
     outputs: tuple[dict[str, Any], ...]
     shared: bool
+    beside: str = ""  # what the call wrote beside its outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,17 +204,38 @@ class Child(Process):
         """
         self._command({"op": "warm", "calls": [_wire(args) for args in calls]}, _BUILD_TIMEOUT_S)
 
-    def start_call(self, args: Sequence[tuple[str, object]], sinks: Sequence[Slot], *, disturb: bool) -> None:
-        """Have it call the candidate; the answer is for `finish_call`."""
+    def start_call(
+        self,
+        args: Sequence[tuple[str, object]],
+        sinks: Sequence[Slot],
+        *,
+        disturb: bool = False,
+        bands: bool = False,
+    ) -> None:
+        """Have it call the candidate; the answer is for `finish_call`.
+
+        Args:
+            disturb: Whether an unrelated op runs before.
+            bands: Whether it is called once before with guard bands around what it allocates.
+        """
         self._deadline = time.monotonic() + self.timeout_s
-        self._send(
-            {"op": "call", "args": _wire(args), "sinks": [s.to_json() for s in sinks], "disturb": disturb}
-        )
+        request = {
+            "op": "call",
+            "args": _wire(args),
+            "sinks": [s.to_json() for s in sinks],
+            "disturb": disturb,
+            "bands": bands,
+        }
+        self._send(request)
 
     def finish_call(self) -> Report:
         reply = self._receive(max(self._deadline - time.monotonic(), 0.1))
         try:
-            return Report(outputs=tuple(dict(o) for o in reply["outputs"]), shared=bool(reply["shared"]))
+            return Report(
+                outputs=tuple(dict(o) for o in reply["outputs"]),
+                shared=bool(reply["shared"]),
+                beside=str(reply.get("beside", ""))[:200],
+            )
         except (KeyError, TypeError, ValueError):
             raise self._forged() from None
 
@@ -258,6 +280,46 @@ class Child(Process):
             self.end()
             raise Failed("rejected", "reported times that add up to more than the turn took")
         return TurnReport(times=times, wall_us=wall_us)
+
+    def loop(self, args: Sequence[tuple[str, object]], calls: int) -> float:
+        """Have it call the candidate so many times; the referee's time of that in microseconds."""
+        began = time.perf_counter_ns()
+        self._command({"op": "loop", "args": _wire(args), "calls": calls}, self.timeout_s)
+        return (time.perf_counter_ns() - began) / 1e3
+
+    def hot(self, args: Sequence[tuple[str, object]], sinks: Sequence[Slot], calls: int) -> tuple[float, ...]:
+        """The device's times of calls one after the other, in microseconds; the last one's outputs are in their places.
+
+        Raises:
+            Failed: It failed, or reported nonsense.
+        """
+        return self._microseconds({"op": "hot", "args": _wire(args), "calls": calls}, sinks)
+
+    def capture(self, args: Sequence[tuple[str, object]], calls: int) -> None:
+        """Have it capture so many calls in a CUDA graph.
+
+        Raises:
+            Failed: They cannot be captured.
+        """
+        self._command({"op": "capture", "args": _wire(args), "calls": calls}, self.timeout_s)
+
+    def replay(self, sinks: Sequence[Slot]) -> tuple[float, ...]:
+        """The device's times of a call of what was captured; the outputs are in their places.
+
+        Raises:
+            Failed: It failed, or reported nonsense.
+        """
+        return self._microseconds({"op": "replay"}, sinks)
+
+    def _microseconds(self, request: dict[str, Any], sinks: Sequence[Slot]) -> tuple[float, ...]:
+        reply = self._command({**request, "sinks": [s.to_json() for s in sinks]}, self.timeout_s)
+        try:
+            taken = tuple(map(float, reply["us"]))
+        except (KeyError, TypeError, ValueError):
+            raise self._forged() from None
+        if not taken or not all(0 < t < 1e12 for t in taken):
+            raise self._forged()
+        return taken
 
     def noop(self) -> float:
         """The time that a command without work takes, in microseconds."""

@@ -17,6 +17,7 @@ from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.kernels.base import Args, KernelType
 from autokernel_hf.records import BenchStatus, TensorSpec, Workload
 
+_WITH_BANDS = ("smoke", "shapes", "edges")  # stages whose calls are made once more, with guard bands
 _SHIFT_BYTES = 1 << 16  # repeated calls get their inputs elsewhere: an address must not matter
 
 
@@ -81,10 +82,17 @@ def run_case(child: Child, kernel_type: KernelType, case: Case, args: Args, devi
             placed = place(workload, outputs, start=repeat * _SHIFT_BYTES)
             before = _write(child, placed, args, device)
             # Between the last two of the repeats an unrelated op runs.
-            child.start_call(placed.arguments, placed.sinks, disturb=0 < repeat == case.repeats - 1)
+            child.start_call(
+                placed.arguments,
+                placed.sinks,
+                disturb=0 < repeat == case.repeats - 1,
+                bands=case.stage in _WITH_BANDS,
+            )
             if expected is None:
                 expected = checks.expect(kernel_type, workload, args)  # while the child computes
             report = child.finish_call()
+            if report.beside:
+                raise Failed("incorrect", report.beside)
             if not torch.equal(_inputs(child, placed), before):
                 raise Failed("incorrect", f"changed its inputs ({_changed(child, placed, args)})")
             problem = checks.check_form(report.outputs, report.shared, expected, device.type)
@@ -161,7 +169,7 @@ def _must_refuse(child: Child, workload: Workload, args: Args, outputs: tuple[Te
     placed = place(workload, outputs)
     for name, slot in placed.inputs:
         child.arena.write(slot, args[name])
-    child.start_call(placed.arguments, placed.sinks, disturb=False)
+    child.start_call(placed.arguments, placed.sinks)
     try:
         child.finish_call()
     except Failed as failed:
@@ -207,7 +215,7 @@ def _must_notice(
         child.arena.fill(sink, POISON)
     if first.device.type == "cuda":
         torch.cuda.synchronize(first.device)
-    child.start_call(placed.arguments, placed.sinks, disturb=False)
+    child.start_call(placed.arguments, placed.sinks)
     expected = checks.expect(kernel_type, workload, changed)
     report = child.finish_call()
     problem = checks.check_form(report.outputs, report.shared, expected, first.device.type)

@@ -24,7 +24,7 @@ from autokernel_hf.judge import checks, statistics
 from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of, same_bits
 from autokernel_hf.judge.quiet import wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
-from autokernel_hf.judge.turn import DELAY_FACTOR, DELAY_US, Times, Turn, flush_buffer
+from autokernel_hf.judge.turn import DELAY_FACTOR, DELAY_US, Times, Turn, flush_for
 from autokernel_hf.kernels.base import DTYPES, Args, KernelType, itemsize, make_inputs
 from autokernel_hf.records import TensorSpec, Workload
 
@@ -45,6 +45,11 @@ _LATE_US = 30.0
 _LATE_SHARE = 0.25
 # What a child's turn may cost beyond its calls: its request, views of the arena, a context switch of the GPU.
 _TURN_SLACK_US = {"cpu": 1000.0, "cuda": 2000.0}
+# Calls in a row, for clocks that are wrong by less than a turn's slack: how long a row should take, how many times longer
+# than its calls are said to take it may, and how often that may be tried. Other programs only make a row longer.
+_ROW_US, _MOST_IN_A_ROW = 3000.0, 2000
+_ROW_FACTOR, _ROW_SLACK_US = 3.0, 500.0
+_ROW_TRIES = 20
 
 
 @dataclass(slots=True)
@@ -217,7 +222,7 @@ class Local:
         self.values = values
         self.sinks = values.new_sinks()
         self.overhead_us = 0.0
-        self._flush = flush_buffer(values.device)
+        self._flush = flush_for(values.device)
 
     def load(self) -> None:
         """Nothing to do: the referee's contenders read its own tensors."""
@@ -402,6 +407,7 @@ class Rounds:
         for contender in self.contenders:
             if isinstance(contender, Remote):
                 self._guarded(contender, partial(self._check_clocks, contender))
+                self._guarded(contender, partial(self._check_row, contender))
 
     def _guarded(self, contender: Contender, action: Callable[[], object]) -> object:
         try:
@@ -516,6 +522,33 @@ class Rounds:
                 f"reported times that save {claimed:.0f} us a turn over torch, of which the referee's clock sees "
                 f"{median(saved):.0f} us: its calls take {median(hidden):.0f} us more than it says",
             )
+
+    def _check_row(self, contender: Remote) -> None:
+        """Calls in a row, untimed and unchecked, by the referee's clock: about as long as the contender says of as many.
+
+        Each try compares a row with a turn taken just before it, under the same load, and one that fits is enough.
+
+        Raises:
+            Failed: No row fits.
+        """
+        said_us = row_us = 0.0
+        calls = 1
+        for _ in range(_ROW_TRIES):
+            times, _ = contender.turn()
+            if self.values.device.type == "cpu":
+                said_us = median(times.device_us)
+                wait_for_quiet([contender.child.pid], limit_s=_SPIN_LIMIT_S)
+            else:
+                said_us = median(times.device_us) + median(times.host_us)
+            calls = max(1, min(_MOST_IN_A_ROW, round(_ROW_US / said_us)))
+            overhead_us = contender.child.noop()
+            row_us = contender.child.loop(contender.places.arguments, calls) - overhead_us
+            if row_us <= _ROW_FACTOR * calls * said_us + _ROW_SLACK_US:
+                return
+        raise Failed(
+            "rejected",
+            f"says that a call takes {said_us:.3g} us, but {calls} in a row take {row_us:.3g} us by the referee's clock",
+        )
 
     def _hidden_us(self, contender: Remote) -> float:
         """How much longer the timed calls of a turn take by the referee's clock than by the contender's own."""

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autokernel_hf.judge.l2 import Persisting
+
 # Taken before any candidate is imported: a candidate that replaces these names changes nothing here.
 _clock = time.perf_counter_ns
 _tensor = Tensor
@@ -29,7 +31,7 @@ _fill = Tensor.fill_
 FLUSH_FACTOR = 2  # the flush writes so many times the L2 cache
 DELAY_US = (200.0, 1e5)  # at least and at most
 DELAY_FACTOR = 3.0  # times what a call takes the host
-_CYCLES_PER_US = 2000
+CYCLES_PER_US = 2000
 
 
 class WrongOutput(Exception):  # noqa: N818 - what a timed call returned, not a fault of this code
@@ -76,11 +78,14 @@ class Turn:
         self.sources = sources
         self.sinks = sinks
 
-    def take(self, flush: Tensor | None, delay_us: float) -> Times:
-        """Take a turn: on a GPU where `flush`, a tensor of at least twice the L2 cache, is given.
+    def take(self, flush: Flush | None, delay_us: float) -> Times:
+        """Take a turn: on a GPU where `flush` is given.
 
         `delay_us` is the time that the host has to queue a call; the same for all contenders of a round, so that the
         wall times of their turns can be compared.
+
+        Raises:
+            CandidateError: The function keeps a part of the L2 cache to itself.
         """
         return self._on_host() if flush is None else self._on_device(flush, delay_us)
 
@@ -115,7 +120,7 @@ class Turn:
         times = tuple(taken)
         return Times(device_us=times, host_us=times, late_us=(0.0,) * len(times))
 
-    def _on_device(self, flush: Tensor, delay_us: float) -> Times:
+    def _on_device(self, flush: Flush, delay_us: float) -> Times:
         function, arguments = self.function, self.arguments
         self._write(-1)
         _synchronize()
@@ -123,13 +128,14 @@ class Turn:
         for target in self.live:
             target.zero_()  # what a call reads that does not wait for its input
         _synchronize()
-        cycles = int(delay_us * _CYCLES_PER_US)
+        cycles = int(delay_us * CYCLES_PER_US)
         device, host, late = [], [], []
         for call in range(len(self.sources)):
             start, end, done = (_event(enable_timing=True) for _ in range(3))
+            flush.persisting.forget()
             _delay(cycles)
             self._write(call)
-            _fill(flush, call)
+            _fill(flush.memory, call)
             start.record()
             began = _clock()
             result = function(**arguments)
@@ -153,12 +159,21 @@ def _named(value: object) -> str:
     return type(value).__name__
 
 
-def flush_buffer(device: torch.device) -> Tensor | None:
-    """The tensor that a turn on a GPU overwrites the L2 cache with; None on a CPU."""
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """What makes a GPU's L2 cache cold: a tensor of twice its size, and a look at what is kept from being overwritten."""
+
+    memory: Tensor
+    persisting: Persisting
+
+
+def flush_for(device: torch.device) -> Flush | None:
+    """What a turn on a GPU overwrites the L2 cache with, made before a candidate is there; None on a CPU."""
     if device.type != "cuda":
         return None
     l2_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or (64 << 20)
-    return torch.empty(FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
+    memory = torch.empty(FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
+    return Flush(memory, Persisting())
 
 
 _synchronize: Callable[[], None] = torch.cuda.synchronize

@@ -1,0 +1,85 @@
+"""The columns beside the cold one on a GPU, and whether a candidate works in a CUDA graph: the referee's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from autokernel_hf.judge import checks, graphs
+from autokernel_hf.judge.arena import POISON, outputs_of
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.stages import Placed, StageFailed, place
+from autokernel_hf.kernels.base import Args, KernelType
+from autokernel_hf.records import Workload
+
+_MOST_CALLS = 20
+_ALL_CALLS_US = 20_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmTimes:
+    """Device times of a call in microseconds, one after the other and within a CUDA graph; None where not measured."""
+
+    hot_us: float | None
+    graph_us: float | None
+
+
+def candidate_times(
+    child: Child, kernel_type: KernelType, workload: Workload, calls: tuple[Args, Args]
+) -> WarmTimes:
+    """Have a candidate called in a row, and captured in a graph which is replayed on other values.
+
+    Args:
+        calls: The arguments of two calls, which the candidate has never seen.
+
+    Raises:
+        StageFailed: A call cannot be captured, or a replay does not give the right answer for the new values.
+    """
+    placed = place(workload, outputs_of(kernel_type, workload))
+    try:
+        _write(child, placed, calls[0])
+        hot = child.hot(placed.arguments, placed.sinks, 3)
+        count = max(1, min(_MOST_CALLS, int(_ALL_CALLS_US / median(hot))))
+        hot = child.hot(placed.arguments, placed.sinks, count)
+        _check(child, placed, kernel_type, workload, calls[0], "one call after the other")
+        child.capture(placed.arguments, count)
+        _write(child, placed, calls[1])
+        replayed = child.replay(placed.sinks)
+        _check(child, placed, kernel_type, workload, calls[1], "a CUDA graph replayed on new values")
+    except Failed as failed:
+        where = f"{workload.label} ({workload.shape}, {workload.dtype})"
+        raise StageFailed(failed.status, f"Stage edges, {where}: {failed.what}.") from None
+    return WarmTimes(hot_us=median(hot), graph_us=median(replayed))
+
+
+def _write(child: Child, placed: Placed, args: Args) -> None:
+    for name, slot in placed.inputs:
+        child.arena.write(slot, args[name])
+    for slot in placed.sinks:
+        child.arena.fill(slot, POISON)
+    torch.cuda.synchronize(child.arena.memory.device)
+
+
+def _check(
+    child: Child, placed: Placed, kernel_type: KernelType, workload: Workload, args: Args, how: str
+) -> None:
+    outputs = [child.arena.view(slot) for slot in placed.sinks]
+    outcome = checks.check_values(outputs, checks.expect(kernel_type, workload, args), kernel_type, workload)
+    if outcome.problem:
+        raise Failed("incorrect", f"is wrong in {how}: {outcome.problem}")
+
+
+def eager_times(kernel_type: KernelType, args: Args) -> WarmTimes:
+    """The same of the plain torch expression, in this process. Not all expressions can be captured."""
+    taken, _ = graphs.hot(kernel_type.reference, args, 3)
+    count = max(1, min(_MOST_CALLS, int(_ALL_CALLS_US / median(taken))))
+    taken, _ = graphs.hot(kernel_type.reference, args, count)
+    try:
+        graph = graphs.Graph(kernel_type.reference, args, count)
+        graph.replay(POISON)
+        replayed: float | None = median(graph.times())
+    except RuntimeError:
+        replayed = None
+    return WarmTimes(hot_us=median(taken), graph_us=replayed)
