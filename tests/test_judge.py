@@ -367,6 +367,24 @@ def test_honest_kernels_pass_all_stages_on_a_gpu(cuda_judge: Judge, gpu_triton_j
 
 
 @pytest.mark.gpu
+def test_a_kernel_on_a_gpu_has_warm_times_peers_and_a_state_of_the_device(cuda_judge: Judge) -> None:
+    evaluation = cuda_judge.one_shot(read_candidate(HONEST / "rmsnorm_block.cu"), peers=True)
+    (result,) = evaluation.workloads
+    assert evaluation.status == "passed", evaluation.reason
+    assert result.device_us is not None
+    for warm_us in (result.hot_us, result.graph_us):
+        assert warm_us is not None and 0.3 * result.device_us < warm_us < 1.2 * result.device_us
+    assert (
+        result.eager_us is not None and result.eager_hot_us is not None and result.eager_graph_us is not None
+    )
+    assert 0.3 * result.eager_us < result.eager_graph_us < 1.2 * result.eager_us
+    assert {"eager", "F.rms_norm", "compile", "compile_cudagraphs"} <= set(result.peers_us)
+    before, after = evaluation.device_states
+    assert before.sm_mhz is not None and after.sm_mhz is not None and after.sm_mhz > 300
+    assert after.power_w is not None and after.throttled is not None
+
+
+@pytest.mark.gpu
 def test_a_kernel_on_a_gpu_is_not_faster_than_itself(gpu_triton_judge: Judge) -> None:
     same = read_candidate(HONEST / "rmsnorm_row.py")
     evaluation = gpu_triton_judge.evaluate(same, same)

@@ -24,7 +24,7 @@ from autokernel_hf.kernels.base import (
     Schema,
     Tolerance,
     activate,
-    compile_peer,
+    compile_peers,
     eager_peer,
     fill_values,
     growth_in_fp32,
@@ -193,7 +193,7 @@ KERNEL_TYPE = KernelType(
     peers=(
         eager_peer(reference),
         Peer(name="F.gelu", make=_fused_gelu),
-        compile_peer(reference),
+        *compile_peers(reference),
     ),
     axes=("M", "N"),
     build=build,

@@ -23,7 +23,7 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peer,
+    compile_peers,
     eager_peer,
     fill_parameter,
     fill_values,
@@ -219,7 +219,7 @@ KERNEL_TYPE = KernelType(
     peers=(
         eager_peer(reference),
         Peer(name="F.rms_norm", make=_fused_rms),
-        compile_peer(reference),
+        *compile_peers(reference),
         Peer(name="liger", make=_liger),
     ),
     axes=("M", "N"),

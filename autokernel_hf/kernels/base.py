@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -670,8 +670,8 @@ def eager_peer(reference: Callable[..., Outputs]) -> Peer:
     return Peer(name="eager", make=lambda workload, device: reference)
 
 
-def compile_peer(reference: Callable[..., Outputs]) -> Peer:
-    """torch.compile of the reference for exactly this workload's shapes; no CUDA graphs, which are told apart."""
+def compile_peers(reference: Callable[..., Outputs]) -> tuple[Peer, Peer]:
+    """torch.compile of the reference for exactly this workload's shapes: without CUDA graphs, and with, on a GPU."""
 
     def make(workload: Workload, device: torch.device) -> Callable[..., Any]:
         torch._dynamo.reset()
@@ -679,7 +679,26 @@ def compile_peer(reference: Callable[..., Outputs]) -> Peer:
         compiled: Callable[..., Any] = torch.compile(reference, dynamic=False, fullgraph=True, mode=mode)
         return compiled
 
-    return Peer(name="compile", make=make)
+    def make_graphs(workload: Workload, device: torch.device) -> Callable[..., Any] | None:
+        if device.type != "cuda":
+            return None
+        # Code of its own: what is compiled is kept by code, and forgotten with the other peer's.
+        own = FunctionType(
+            reference.__code__.replace(co_name=f"{reference.__code__.co_name}_in_graphs"),
+            reference.__globals__,
+            argdefs=reference.__defaults__,
+            closure=reference.__closure__,
+        )
+        own.__kwdefaults__ = reference.__kwdefaults__
+        compiled = torch.compile(own, dynamic=False, fullgraph=True, mode="reduce-overhead")
+
+        def run(**arguments: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()  # the outputs of the call before may be overwritten
+            return compiled(**arguments)
+
+        return run
+
+    return Peer(name="compile", make=make), Peer(name="compile_cudagraphs", make=make_graphs)
 
 
 def fused_peer(name: str, function: Callable[..., Any]) -> Peer:

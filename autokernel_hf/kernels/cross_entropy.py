@@ -19,7 +19,7 @@ from autokernel_hf.kernels.base import (
     RowsIfNone,
     Schema,
     Tolerance,
-    compile_peer,
+    compile_peers,
     eager_peer,
     input_bytes,
     liger_peer,
@@ -147,7 +147,7 @@ KERNEL_TYPE = KernelType(
     outputs=(Output(shape=(RowsIfNone("logits", "reduction"),), dtype="float32"),),
     oracle=oracle,
     reference=reference,
-    peers=(eager_peer(reference), compile_peer(reference), liger_peer(_liger)),
+    peers=(eager_peer(reference), *compile_peers(reference), liger_peer(_liger)),
     axes=("N", "V"),
     build=build,
     workloads={

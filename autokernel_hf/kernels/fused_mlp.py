@@ -23,7 +23,7 @@ from autokernel_hf.kernels.base import (
     Schema,
     Tolerance,
     activate,
-    compile_peer,
+    compile_peers,
     eager_peer,
     fill_values,
     growth_in_fp32,
@@ -217,7 +217,7 @@ KERNEL_TYPE = KernelType(
     outputs=(Output(shape=(Dims("x"),)),),
     oracle=reference,
     reference=reference,
-    peers=(eager_peer(reference), compile_peer(reference), Peer(name="liger", make=_liger)),
+    peers=(eager_peer(reference), *compile_peers(reference), Peer(name="liger", make=_liger)),
     axes=("M", "D", "H"),
     build=build,
     workloads={

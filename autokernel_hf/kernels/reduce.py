@@ -16,7 +16,7 @@ from autokernel_hf.kernels.base import (
     Reduced,
     Schema,
     Tolerance,
-    compile_peer,
+    compile_peers,
     eager_peer,
     fill_values,
     growth_in_fp32,
@@ -157,7 +157,7 @@ KERNEL_TYPE = KernelType(
     outputs=(Output(shape=(Reduced("x", "dim", "keepdim"),)),),
     oracle=reference,
     reference=reference,
-    peers=(eager_peer(reference), compile_peer(reference)),
+    peers=(eager_peer(reference), *compile_peers(reference)),
     axes=("M", "N"),
     build=build,
     workloads={

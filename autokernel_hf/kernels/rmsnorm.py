@@ -19,7 +19,7 @@ from autokernel_hf.kernels.base import (
     Outputs,
     Schema,
     Tolerance,
-    compile_peer,
+    compile_peers,
     eager_peer,
     fill_parameter,
     fused_peer,
@@ -150,7 +150,7 @@ KERNEL_TYPE = KernelType(
     peers=(
         eager_peer(reference),
         fused_peer("F.rms_norm", _fused),
-        compile_peer(reference),
+        *compile_peers(reference),
         liger_peer(_liger),
     ),
     axes=("M", "N"),

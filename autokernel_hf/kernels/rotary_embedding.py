@@ -20,7 +20,7 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peer,
+    compile_peers,
     eager_peer,
     function_sites,
     input_bytes,
@@ -238,7 +238,7 @@ KERNEL_TYPE = KernelType(
     outputs=(Output(shape=(Dims("q"),)), Output(shape=(Dims("k"),))),
     oracle=oracle,
     reference=reference,
-    peers=(eager_peer(reference), compile_peer(reference), Peer(name="liger", make=_liger)),
+    peers=(eager_peer(reference), *compile_peers(reference), Peer(name="liger", make=_liger)),
     axes=("B", "Hq", "Hk", "S", "D"),
     build=build,
     workloads={

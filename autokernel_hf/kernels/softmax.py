@@ -18,7 +18,7 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peer,
+    compile_peers,
     eager_peer,
     fill_values,
     growth_in_fp32,
@@ -125,7 +125,7 @@ KERNEL_TYPE = KernelType(
     reference=reference,
     peers=(
         eager_peer(reference),  # already torch's fused operator
-        compile_peer(reference),
+        *compile_peers(reference),
         Peer(name="liger", make=_liger),
     ),
     axes=("M", "N"),
