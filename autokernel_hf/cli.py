@@ -6,6 +6,7 @@ Stages are imported inside the commands, so that `--help` answers at once and im
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -606,6 +607,9 @@ def gpus(json: Json = False, debug: Debug = False) -> None:
 
 def main() -> None:
     """Entry point of the `autokernel-hf` program."""
+    # As in our other processes: a user's `profile.py` in the current folder or on PYTHONPATH shadows nothing.
+    standard = Path(os.__file__).parent
+    sys.path.sort(key=lambda entry: Path(entry) not in (standard, standard / "lib-dynload"))
     try:
         app()
     except KeyboardInterrupt:

@@ -43,12 +43,14 @@ _NAMESPACES_REFUSED = 97  # exit code of a warden that could not set up what the
 def program(module: str, *arguments: str, function: str = "main") -> list[str]:
     """The command line of one of our processes, which calls a function of a module with these arguments.
 
-    Nothing of the current directory is importable there: a user's `profile.py` must not shadow the standard library's.
+    Nothing of the current directory is importable there, and what PYTHONPATH names comes behind the standard library: a
+    user's `profile.py` must not shadow its own.
     """
     root = str(Path(__file__).resolve().parent.parent.parent)
     code = (
-        "import sys\n"
+        "import os, sys\n"
         "if sys.path and sys.path[0] == '': del sys.path[0]\n"
+        "sys.path.sort(key=lambda p: p not in (os.path.dirname(os.__file__), os.path.dirname(os.__file__) + '/lib-dynload'))\n"
         f"if {root!r} not in sys.path: sys.path.append({root!r})\n"
         f"from {module} import {function}\n"
         f"{function}(*sys.argv[1:])\n"
