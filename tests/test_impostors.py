@@ -60,9 +60,10 @@ def test_impostors_fail_on_every_call_that_the_judge_checks(name: str) -> None:
     assert passed == {}
 
 
-# Exempt on ordinary values of ordinary shapes: an activation that is none copies its input; one loss, or one output,
-# is its own mean; a few numbers of 16 bits tell no digits.
-EXEMPT_ON_ORDINARY_CALLS = {"activation": {"input"}, "cross_entropy": {"mean"}, "reduce": {"narrow"}}
+# Exempt on ordinary values of ordinary shapes: an activation that is none copies its input; one loss is its own mean.
+EXEMPT_ON_ORDINARY_CALLS = {"activation": {"input"}, "cross_entropy": {"mean"}}
+# The most calls of a type that an impostor is exempt from, as a share; half of the losses are one number.
+MOST_EXEMPT = {("cross_entropy", "mean"): 0.5}
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -71,7 +72,7 @@ def test_a_type_exempts_only_what_it_must(name: str) -> None:
     calls = calls_of(found)
     for impostor in checks.IMPOSTORS:
         exempt = [w for w in calls if found.impostors_exempt(impostor, w)]
-        assert len(exempt) <= 0.55 * len(calls), impostor
+        assert len(exempt) <= MOST_EXEMPT.get((name, impostor), 0.33) * len(calls), impostor
         ordinary = [w for w in exempt if key_of(w) in ordinary_calls(found)]
         assert not ordinary or impostor in EXEMPT_ON_ORDINARY_CALLS.get(name, set()), ordinary[0].label
 

@@ -220,6 +220,8 @@ class _Worker:
         result = self.function(**arguments)
         if self.arena.memory.device.type == "cuda":
             torch.cuda.synchronize()
+        if self.flush is not None:
+            self.flush.persisting.forget()
         outputs = turn.as_tuple(result)
         if not audit.floating_point_is_sound():
             raise CandidateError(
