@@ -11,7 +11,8 @@ part in every round: a copy of the bytes that the type must move (a read, where 
 are medians, and the median of the ratios to the yardstick within a round, with its bootstrap interval at 95 %.
 
 The first pass goes without torch.compile, whose tuning may take longer than everything else; the second repeats the
-shapes of the published table with it, as long as the budget lasts. The file is rewritten as results come in.
+shapes of the published table with it, as long as the budget lasts. CUDA graphs save launches, which are no part of these
+times, so torch.compile goes without them. The host's time of a call is told beside the device's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from check_starters import inputs_on_gpu, text_of, time_limit  # noqa: E402
+from check_starters import FLUSH_BYTES, inputs_on_gpu, text_of, time_limit  # noqa: E402
 
 from autokernel_hf import build, tunables  # noqa: E402
 from autokernel_hf.candidates import read_candidate  # noqa: E402
@@ -45,7 +46,6 @@ from autokernel_hf.errors import AutokernelError  # noqa: E402
 from autokernel_hf.gpu import device_info, measure_ceilings  # noqa: E402
 from autokernel_hf.judge.checks import check_values, expect  # noqa: E402
 from autokernel_hf.judge.statistics import bootstrap_median  # noqa: E402
-from autokernel_hf.judge.turn import flush_buffer  # noqa: E402
 from autokernel_hf.kernels import kernel_type, starter  # noqa: E402
 from autokernel_hf.records import Backend, Candidate, DeviceInfo, Interval, Record, Scalar  # noqa: E402
 
@@ -237,8 +237,7 @@ def rounds_of(
     contenders: Mapping[str, Call], args: dict[str, Any], count: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Time on the device and on the host of every contender in every round, in microseconds."""
-    flush = flush_buffer(torch.device("cuda"))
-    assert flush is not None
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     device: dict[str, list[float]] = {name: [] for name in contenders}
     host: dict[str, list[float]] = {name: [] for name in contenders}
     dice = random.Random(1)
@@ -325,7 +324,7 @@ def measure(
     del expected
     peers = []
     for peer in [] if options.no_peers else kind.peers:
-        if peer.name.startswith("compile") and not with_compile:
+        if peer.name == "compile_cudagraphs" or (peer.name == "compile" and not with_compile):
             continue
         try:
             with time_limit(COMPILE_S), torch.no_grad():
@@ -390,8 +389,10 @@ def variants(name: str, candidate: Candidate) -> Iterator[tuple[str, Candidate]]
                 yield f"{name}:{tunable.name}={choice}", candidate.model_copy(update={"source": source})
 
 
-def built(sources: Sequence[tuple[str, Candidate]], jobs: int) -> tuple[dict[str, Call], list[Tried]]:
-    """Build all, several at a time, and load them; what does not build has its reason in its record."""
+def built(
+    sources: Mapping[str, Sequence[tuple[str, Candidate]]], jobs: int
+) -> tuple[dict[str, dict[str, Call]], dict[str, list[Tried]]]:
+    """Build all, several at a time, and load them, by type; what does not build has its reason in its record."""
 
     def one(named: tuple[str, Candidate]) -> tuple[Tried, str]:
         name, candidate = named
@@ -409,14 +410,16 @@ def built(sources: Sequence[tuple[str, Candidate]], jobs: int) -> tuple[dict[str
         resources = {"registers": made.resources.registers, "spill_bytes": made.resources.spill_bytes}
         return record.model_copy(update=resources), made.path
 
+    calls: dict[str, dict[str, Call]] = {name: {} for name in sources}
+    tried: dict[str, list[Tried]] = {name: [] for name in sources}
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(one, sources))
-    calls = {
-        record.name: getattr(build.load(path), record.kernel_type)
-        for record, path in results
-        if not record.error
-    }
-    return calls, [record for record, _ in results]
+        results = list(pool.map(one, [named for listed in sources.values() for named in listed]))
+    for record, path in results:
+        tried[record.kernel_type].append(record)
+        if not record.error:
+            loaded = build.load(path)
+            calls[record.kernel_type][record.name] = getattr(loaded, record.kernel_type)
+    return calls, tried
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------
@@ -430,8 +433,7 @@ def results_file(folder: Path, name: str) -> Path:
 
 def work(options: argparse.Namespace) -> None:
     """Measure all types that have no result yet; then again with torch.compile, as long as the time lasts."""
-    sources = sources_of(options)
-    calls: dict[str, dict[str, Call]] = {}
+    calls, tried = built(sources_of(options), options.jobs)
     for with_compile in (False,) if options.no_peers else (False, True):
         left = [name for name in options.types if wanted(options.folder, name, with_compile)]
         for index, name in enumerate(left):
@@ -442,10 +444,8 @@ def work(options: argparse.Namespace) -> None:
             began = time.time()
             path = results_file(options.folder, name)
             results = Results.load(path) if path.exists() else Results()
-            if name not in calls:
-                calls[name], tried = built(sources.get(name, []), options.jobs)
-                results = results.model_copy(update={"sources": tuple(tried)})
-            measure_type(name, calls[name], results, options, with_compile, began + share)
+            results = results.model_copy(update={"sources": tuple(tried.get(name, []))})
+            measure_type(name, calls.get(name, {}), results, options, with_compile, began + share)
             results = Results.load(path)
             took = results.seconds.get(name, 0.0) + time.time() - began
             results.model_copy(update={"seconds": {name: round(took, 1)}}).save(path)
