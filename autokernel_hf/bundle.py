@@ -23,11 +23,12 @@ from autokernel_hf import card, packages, variant
 from autokernel_hf.build import build
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
 from autokernel_hf.export_hf import (
+    chosen_name,
     make_readable,
-    package_name,
     refuse_foreign,
     refuse_private_card,
     refuse_unfit,
+    tell_replaced,
     variants_of,
 )
 from autokernel_hf.records import (
@@ -77,8 +78,9 @@ def stage_bundle(
         raise UsageError(f"{name!r} is not a kernel's name.", remedy="Use `package_name` to make one.")
     ordered = _ordered(parts)
     targets = _variants(ordered)
+    packages.check_version(version)
     destination = out / name
-    refuse_foreign(destination)
+    refuse_foreign(destination, [part.candidate.kernel_type for part in ordered])
     out.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     try:
@@ -89,6 +91,7 @@ def stage_bundle(
         refuse_unfit(temporary, name)
         make_readable(temporary)
         if destination.exists():
+            tell_replaced(destination, temporary)
             shutil.rmtree(destination)
         temporary.rename(destination)
     finally:
@@ -169,7 +172,9 @@ def export_files(
         )
         for candidate in candidates
     ]
-    package = stage_bundle(parts, name=package_name(name, None), version=version, license=license, out=out)
+    package = stage_bundle(
+        parts, name=chosen_name(name, None, out), version=version, license=license, out=out
+    )
     write_bundle_card(package, parts)
     return package
 
@@ -278,7 +283,10 @@ def _load(name):
 def _init_source(parts: Sequence[Part], layers: bool) -> str:
     """`__init__.py` of a bundle's variant: every kernel is loaded from its folder, none is changed."""
     names = [part.candidate.kernel_type for part in parts]
-    lines = [f'"""{", ".join(names)}: each folder here is one kernel, as it was judged."""', _LOADER]
+    lines = [
+        f'"""{", ".join(names)}: each folder here is one kernel, as in a package of its own."""',
+        _LOADER,
+    ]
     lines.append("")
     lines += [f'_{part.candidate.kernel_type} = _load("{part.built.id}")' for part in parts]
     lines += [f"{name} = _{name}.{name}" for name in names]

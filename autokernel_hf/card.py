@@ -364,7 +364,8 @@ def _interpreter_only() -> str:
 
 def _built_how(facts: Facts, variants: Sequence[packages.Variant]) -> str:
     if facts.candidate.backend == "triton":
-        text = "A Triton kernel has nothing compiled in it: the variants hold the source as it was judged."
+        judged = " as it was judged" if facts.evaluation is not None else ""
+        text = f"A Triton kernel has nothing compiled in it: the variants hold the source{judged}."
         return text + _tuned(packages.configs(variants[0].path))
     ids = {v.metadata.id for v in variants}
     if facts.builts[0].id in ids and facts.evaluation is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from autokernel_hf import card, packages
 from autokernel_hf.build import build
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
+from autokernel_hf.progress import NOTE
 from autokernel_hf.records import (
     Built,
     Candidate,
@@ -57,6 +58,25 @@ def package_name(base: str, kernel_type: str | None) -> str:
             f"{base!r} cannot be made a kernel's name.",
             remedy=f"Give one of 2 to {MAX_NAME} lowercase letters, digits and dashes with --name, such as gpt2-gelu.",
         )
+    return name
+
+
+def chosen_name(base: str, kernel_type: str | None, out: Path) -> str:
+    """`package_name` of what a user chose, who is told where it becomes another one.
+
+    Raises:
+        UsageError: As `package_name`; or another name was written than that of a package that is there.
+    """
+    name = package_name(base, kernel_type)
+    plain = base if kernel_type is None else f"{base}-{kernel_type.replace('_', '-')}"
+    if name == plain:
+        return name
+    if (out / name).exists():
+        raise UsageError(
+            f"{base!r} becomes {name!r} on the Kernel Hub, and {out / name} is there already.",
+            remedy=f"Write --name {name.removesuffix(plain.removeprefix(base))} to make that one anew, or choose another name.",
+        )
+    logger.log(NOTE, "The package is called %s: the Kernel Hub takes no %r.", name, base)
     return name
 
 
@@ -112,8 +132,9 @@ def stage(
     builts = (built,) if isinstance(built, Built) else tuple(built)
     if not packages.is_name(name):
         raise UsageError(f"{name!r} is not a kernel's name.", remedy="Use `package_name` to make one.")
+    packages.check_version(version)
     destination = out / name
-    refuse_foreign(destination)
+    refuse_foreign(destination, [candidate.kernel_type])
     out.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     try:
@@ -133,6 +154,7 @@ def stage(
         refuse_unfit(temporary, name)
         make_readable(temporary)
         if destination.exists():
+            tell_replaced(destination, temporary)
             shutil.rmtree(destination)
         temporary.rename(destination)
     finally:
@@ -199,14 +221,39 @@ def _copy_variant(built: Built, target: Path, name: str, version: int, license: 
     )
 
 
-def refuse_foreign(destination: Path) -> None:
-    """Keep away from a folder that is no package of ours."""
+def refuse_foreign(destination: Path, functions: Sequence[str]) -> None:
+    """Keep away from a folder that is no package of ours, or one of other functions than these."""
     if not destination.exists():
         return
     if not destination.is_dir() or (any(destination.iterdir()) and not (destination / "build").is_dir()):
         raise PackageError(
             f"{destination} is in the way: it is no package.", remedy="Remove it, or choose another name."
         )
+    held = {name for variant in _variants_in(destination) for name in packages.exported_names(variant.path)}
+    held.discard("layers")
+    if held and held != set(functions):
+        raise PackageError(
+            f"{destination} is in the way: it is a package of {', '.join(sorted(held))}, and not of {', '.join(functions)}.",
+            remedy="Remove it, or choose another name.",
+        )
+
+
+def _variants_in(folder: Path) -> tuple[packages.Variant, ...]:
+    """A package's variants; none of one that is damaged."""
+    try:
+        return packages.read_variants(folder)
+    except PackageError:
+        return ()
+
+
+def tell_replaced(destination: Path, new: Path) -> None:
+    """Say so where a package takes the place of one that holds something else."""
+    old, fresh = _variants_in(destination), packages.read_variants(new)
+    if old and {(v.name, v.metadata.id, v.metadata.version) for v in old} != {
+        (v.name, v.metadata.id, v.metadata.version) for v in fresh
+    }:
+        told = ", ".join(dict.fromkeys(f"{v.metadata.id} (version {v.metadata.version})" for v in old))
+        logger.log(NOTE, "%s replaces what was there: %s.", destination, told)
 
 
 def refuse_unfit(package: Path, name: str) -> None:
@@ -317,7 +364,7 @@ def export_file(
     package = stage(
         made,
         candidate=candidate,
-        name=package_name(name, None),
+        name=chosen_name(name, None, out),
         version=version,
         license=license,
         out=out,

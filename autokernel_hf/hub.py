@@ -96,6 +96,8 @@ def publish(
     """
     folder = Path(package.path if isinstance(package, Package) else package)
     check_repo_id(repo_id)
+    if version is not None:
+        packages.check_version(version)
     own_version, wanted = _inspected(folder, version)
     plan = _plan(folder, repo_id, own_version, wanted)
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")

@@ -27,8 +27,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autokernel_hf.elf import dynamic, gpu_code
-from autokernel_hf.errors import PackageError
+from autokernel_hf.errors import PackageError, UsageError
 
+MAX_VERSION = 9999  # a count of interfaces that were promised, not a date or a build number
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
 REQUIRED_FILES = ("__init__.py", "metadata.json")
@@ -93,6 +94,15 @@ class Variant:
 def is_name(name: str) -> bool:
     """Whether the Kernel Hub takes this as a kernel's name."""
     return _NAME.fullmatch(name) is not None
+
+
+def check_version(version: int) -> None:
+    """Raises UsageError where this is no version: it names a branch of the repository, and callers write it by hand."""
+    if not 1 <= version <= MAX_VERSION:
+        raise UsageError(
+            f"{version} is no version of a kernel: it counts the interfaces that were promised, from 1 to {MAX_VERSION}.",
+            remedy="Use the next whole number after the last published one; 1 for a new kernel.",
+        )
 
 
 def is_variant(name: str) -> bool:

@@ -187,8 +187,10 @@ def export(
     from autokernel_hf.bundle import export_files
     from autokernel_hf.candidates import read_candidate
     from autokernel_hf.export_hf import check_license, export_file
+    from autokernel_hf.packages import check_version
 
     check_license(license)
+    check_version(version)
     runs = [source for source in sources if (source / "run.json").exists()]
     if len(sources) > 1 and (runs or not bundle):
         raise UsageError(
@@ -218,7 +220,7 @@ def _export_run(
 ) -> list[Package]:
     from autokernel_hf.build import build
     from autokernel_hf.bundle import Part, stage_bundle, write_bundle_card
-    from autokernel_hf.export_hf import package_name, write_card
+    from autokernel_hf.export_hf import chosen_name, write_card
     from autokernel_hf.export_hf import stage as stage_package
 
     profile, winners = winners_of(run)
@@ -242,7 +244,7 @@ def _export_run(
         )
     if bundle and len(parts) > 1:
         package = stage_bundle(
-            parts, name=package_name(name, None), version=version, license=license, out=out
+            parts, name=chosen_name(name, None, out), version=version, license=license, out=out
         )
         write_bundle_card(
             package, parts, verification=verification, profile=profile, run_settings=run.settings
@@ -253,7 +255,7 @@ def _export_run(
         package = stage_package(
             part.built,
             candidate=part.candidate,
-            name=package_name(name, part.candidate.kernel_type if len(parts) > 1 else None),
+            name=chosen_name(name, part.candidate.kernel_type if len(parts) > 1 else None, out),
             version=version,
             license=license,
             out=out,

@@ -126,7 +126,7 @@ def test_a_published_bundle_loads_and_every_block_of_its_card_runs(
         card = server.kernel("acme/llama-cpu").files("main")["README.md"].decode()
         assert all(f"\n## {kind}\n" in card for kind in KINDS)
         blocks = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-        assert len(blocks) == 4
+        assert len(blocks) == 5
         code = """
 import json, os, sys
 scope = {}

@@ -21,8 +21,10 @@ from autokernel_hf.errors import PackageError, UsageError
 from autokernel_hf.export_hf import (
     _one_a_variant,
     check_license,
+    chosen_name,
     name_of_model,
     package_name,
+    refuse_foreign,
     stage,
     write_card,
 )
@@ -172,6 +174,8 @@ def test_a_triton_kernel_ships_for_gpus_and_for_a_cpu_only_on_request(tmp_path: 
     made = build(source)
     plain = stage(made, candidate=source, name="tri-norm", out=tmp_path)
     assert plain.variants == ("torch-cuda", "torch-rocm")
+    text = write_card(plain, candidate=source, built=made).read_text()
+    assert "the variants hold the source." in text and "judged." not in text, "nobody has judged it"
     Build.open(Path(plain.path))
     for variant in packages.read_variants(Path(plain.path)):
         assert variant.metadata.backend.type == variant.name.removeprefix("torch-")
@@ -270,6 +274,43 @@ def test_private_strings_are_found_in_libraries_and_common_words_are_not(
     monkeypatch.setenv("HF_TOKEN", "my-secret-token")
     (tmp_path / built.id / "note.txt").write_text("my-secret-token")
     assert "note.txt holds your Hub token" in packages.private_strings(tmp_path / built.id)
+
+
+@pytest.mark.parametrize("version", [0, -1, 10_000, 2**63])
+def test_a_version_that_no_caller_would_write_is_refused(version: int, built: Built, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no version of a kernel: .* from 1 to 9999"):
+        stage(built, candidate=candidate("rmsnorm", "cpp"), name="fast-norms", version=version, out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_becomes_another_ones_does_not_overwrite_it(
+    package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = Path(package.path).parent
+    typed = package.name.replace("-", "_").title()  # Fast_Norms for fast-norms
+    with pytest.raises(UsageError, match=f"becomes '{package.name}' .* is there already") as refusal:
+        chosen_name(typed, None, out)
+    assert f"--name {package.name} " in refusal.value.remedy
+    assert chosen_name(package.name, None, out) == package.name
+    with caplog.at_level("INFO", logger="autokernel_hf"):
+        assert chosen_name("Other_Name", "rmsnorm", out) == "other-name-rmsnorm"
+    assert "The package is called other-name-rmsnorm" in caplog.text
+
+
+def test_another_kernels_package_is_not_overwritten_and_the_own_one_is_told(
+    built: Built, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(version: int) -> None:
+        stage(built, candidate=candidate("rmsnorm", "cpp"), name="mine", version=version, out=tmp_path)
+
+    with caplog.at_level("INFO", logger="autokernel_hf"):
+        make(1)
+        make(1)
+        assert "replaces" not in caplog.text, "the same again"
+        make(2)
+    assert f"replaces what was there: {built.id} (version 1)" in caplog.text
+    with pytest.raises(PackageError, match=r"a package of .*, and not of softmax"):
+        refuse_foreign(tmp_path / "mine", ["softmax"])
 
 
 def test_a_folder_that_is_no_package_is_not_overwritten(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_every_code_block_of_a_published_card_runs_as_printed(
     card = hub.kernel("acme/test-rmsnorm").files("main")["README.md"].decode()
     assert "NAMESPACE" not in card
     blocks = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     code = """
 import json, os, sys
 from pathlib import Path
@@ -132,7 +132,12 @@ with torch.no_grad():
         module.rmsnorm = counted
     patched = scope["with_kernels"](model)
     error = (patched(ids).logits - plain).abs().max().item()
-print(json.dumps({"calls": len(calls), "error": error, "shape": list(scope["y"].shape)}))
+    from_hub = len(calls)
+    again = LlamaForCausalLM(config).eval()
+    again.load_state_dict(model.state_dict())
+    error = max(error, (scope["with_local_kernels"](again)(ids).logits - plain).abs().max().item())
+print(json.dumps({"calls": from_hub, "error": error, "shape": list(scope["y"].shape)}))
+assert all(m.forward.__func__.__module__.startswith("_ak_rmsnorm") for m in again.modules() if "Norm" in type(m).__name__)
 """
     seen = answer(hub, code, str(Path(package.path).parent), json.dumps(blocks))
     assert seen["calls"] == 5  # two norms a layer and the last one
