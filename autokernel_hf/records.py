@@ -386,6 +386,7 @@ class Evaluation(Record):
     phases: tuple[tuple[str, float], ...] = ()  # where the seconds went, in order
     built_id: str | None = None
     confirmed: bool = False  # timings are from a run of their own, not from the search that chose the winner
+    notes: tuple[str, ...] = ()  # what a user should know although it decided nothing
     device_states: tuple[DeviceState, ...] = ()  # of a GPU, before the first timing and right after the last
 
 

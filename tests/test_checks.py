@@ -120,6 +120,30 @@ def test_a_narrower_type_is_caught() -> None:
     assert "elements are wrong" in checks.check_values(narrow, expected, RMS, workload).problem
 
 
+@pytest.mark.parametrize("name", sorted(kernel_types()))
+def test_a_large_call_in_parts_is_the_call(name: str) -> None:
+    found = kernel_type(name)
+    cut = 0
+    for axes, options in found.sweep:
+        workload = found.build(axes, "float32", options)
+        args = make_inputs(found, workload, 5)
+        oracle = checks.Oracle(found, workload, args, part_bytes=4096)
+        cut += len(oracle.parts) > 1
+        right = found.reference(**args)
+        assert oracle.check(right).problem == "", workload.label
+        whole = checks.expect(found, workload, args)
+        for in_parts, at_once in zip(oracle.torch_error, whole.torch_error, strict=True):
+            # Products of fewer rows may be added up in another order.
+            assert at_once / 3 <= in_parts <= 3 * at_once
+        wrong = [r.clone(memory_format=torch.contiguous_format) for r in right]
+        wrong[-1].view(-1)[-1] += 1 + wrong[-1].abs().max()
+        assert "wrong" in oracle.check(wrong).problem, workload.label
+    assert cut or name in (
+        "flash_attention",
+        "rotary_embedding",
+    )  # whose oracles take a head, or an element, at a time
+
+
 # --- form -------------------------------------------------------------------------------------------------------------
 
 GOOD = {

@@ -207,7 +207,8 @@ class Bench:
             values = timing.Values(
                 self.kernel_type, workload, self.device, [self.seeds.next() for _ in range(2)]
             )
-            passing = checks.admit(self.kernel_type, workload, (values.masters[0], values.masters[1]))
+            first, second = (checks.first_part(self.kernel_type, workload, m) for m in values.masters)
+            passing = checks.admit(self.kernel_type, workload, (first, second))
             if passing:
                 raise JudgeError(
                     f"The workload {workload.label} ({workload.dtype}) cannot be judged by: impostors pass it "
@@ -245,7 +246,7 @@ class Bench:
         """The peers that can do this workload here, and do it right; eager first, which defines the op."""
         workload, kernel_type = values.workload, self.kernel_type
         args = make_inputs(kernel_type, workload, self.seeds.next(), self.device)
-        expected = checks.expect(kernel_type, workload, args)
+        oracle = checks.Oracle(kernel_type, workload, args)
         found = []
         for peer in kernel_type.peers[: 1 if eager_only else None]:
             try:
@@ -257,9 +258,7 @@ class Bench:
             except Exception as error:  # noqa: BLE001 - foreign code; a peer that cannot do it is none
                 log.info("peer %s cannot do %s: %s", peer.name, workload.label, error)
                 continue
-            problem = checks.form_of(outputs, expected) or (
-                checks.check_values(outputs, expected, kernel_type, workload).problem
-            )
+            problem = checks.form_of(outputs, oracle) or oracle.check(outputs).problem
             if problem and peer.name != timing.EAGER:
                 log.info("peer %s is wrong on %s: %s", peer.name, workload.label, problem)
                 continue

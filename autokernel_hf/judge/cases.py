@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autokernel_hf.errors import UsageError
@@ -196,6 +196,11 @@ def _built(scope: Scope, entries: Sequence[Axes], domain: Domain) -> list[Worklo
                 if narrowed is not None and holds(domain, narrowed):
                     made.append(narrowed)
     return made
+
+
+def build_in(scope: Scope, entries: Sequence[Axes], domain: Domain, dtype: str) -> list[Workload]:
+    """As `_built`, in one dtype; empty where the scope or the domain does not have it."""
+    return _built(replace(scope, dtypes=(dtype,)), entries, domain) if dtype in scope.dtypes else []
 
 
 def _allowed(domain: Domain) -> list[dict[str, Scalar]]:

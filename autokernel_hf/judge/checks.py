@@ -72,6 +72,78 @@ def expect(kernel_type: KernelType, workload: Workload, args: Args) -> Expected:
     return Expected(outputs=exact, torch_error=errors, specs=specs)
 
 
+_PART_BYTES = 1 << 30  # of a part's tensors in float64; what is made of them on the way takes some times more
+
+
+class Oracle:
+    """The right answer of one call: in one piece, or, where that is too large, part by part.
+
+    Taken in parts, each part is held to the error that torch makes in it, and to the size of its own outputs.
+
+    Args:
+        part_bytes: What the tensors of a part may take in float64.
+
+    Raises:
+        JudgeError: Oracle or reference do not keep to the type's own schema.
+    """
+
+    def __init__(
+        self, kernel_type: KernelType, workload: Workload, args: Args, *, part_bytes: int = _PART_BYTES
+    ) -> None:
+        self.specs = output_specs(kernel_type.outputs, args)
+        self._kernel_type, self._workload, self._args = kernel_type, workload, args
+        self.parts = _parts(kernel_type, workload, args, part_bytes)
+        self._whole = expect(kernel_type, workload, args) if len(self.parts) == 1 else None
+        self._torch_error: tuple[float, ...] = (0.0,) * len(self.specs)
+
+    @property
+    def torch_error(self) -> tuple[float, ...]:
+        """Per output, the largest error of plain torch; known once outputs were checked."""
+        return self._torch_error if self._whole is None else self._whole.torch_error
+
+    def check(self, outputs: Sequence[Tensor]) -> Outcome:
+        """Hold outputs of the right shapes and dtypes against the oracle."""
+        if self._whole is not None:
+            return check_values(outputs, self._whole, self._kernel_type, self._workload)
+        worst = Outcome()
+        for rows in self.parts:
+            args = part_of(self._kernel_type, self._workload, self._args, rows)
+            expected = expect(self._kernel_type, self._workload, args)
+            outcome = check_values([o[rows] for o in outputs], expected, self._kernel_type, self._workload)
+            self._torch_error = tuple(map(max, self._torch_error, expected.torch_error))
+            where = f"in the part from row {rows.start} on, " if outcome.problem else ""
+            worst = Outcome(
+                problem=worst.problem or where + outcome.problem,
+                max_abs_error=max(worst.max_abs_error, outcome.max_abs_error),
+                error_ratio=max(worst.error_ratio, outcome.error_ratio),
+            )
+        return worst
+
+
+def part_of(kernel_type: KernelType, workload: Workload, args: Args, rows: slice) -> Args:
+    """The arguments of a part of a call: some rows of the tensors that can be cut."""
+    cut = kernel_type.cut(workload)
+    return {name: value[rows] if name in cut and value is not None else value for name, value in args.items()}
+
+
+def first_part(kernel_type: KernelType, workload: Workload, args: Args) -> Args:
+    """The arguments of as much of a call as the oracle takes in one piece."""
+    return part_of(kernel_type, workload, args, _parts(kernel_type, workload, args, _PART_BYTES)[0])
+
+
+def _parts(kernel_type: KernelType, workload: Workload, args: Args, part_bytes: int) -> list[slice]:
+    cut = [args[name] for name in kernel_type.cut(workload) if args[name] is not None]
+    if not cut:
+        return [slice(None)]
+    rows = cut[0].shape[0]
+    outputs = sum(math.prod(shape) for shape, _ in output_specs(kernel_type.outputs, args))
+    total = 8 * (sum(t.numel() for t in cut) + outputs)
+    if total <= part_bytes or rows <= 1:
+        return [slice(None)]
+    step = max(1, rows * part_bytes // total)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
 def check_values(
     outputs: Sequence[Tensor], expected: Expected, kernel_type: KernelType, workload: Workload
 ) -> Outcome:
@@ -177,7 +249,9 @@ def _sentence(output: Tensor, exact: Tensor, wrong: Tensor, tolerance: Tensor | 
     return f"{where} is {got:.6g}, expected {want:.6g}{bound}; {count} of {wrong.numel()} elements are wrong"
 
 
-def check_form(reports: Sequence[dict[str, Any]], shared: bool, expected: Expected, device: str) -> str:
+def check_form(
+    reports: Sequence[dict[str, Any]], shared: bool, expected: Expected | Oracle, device: str
+) -> str:
     """What is wrong with the form of a call's outputs, as the child saw them; empty where nothing is."""
     if len(reports) != len(expected.specs):
         return f"it returned {len(reports)} outputs instead of {len(expected.specs)}"
@@ -205,7 +279,7 @@ def check_form(reports: Sequence[dict[str, Any]], shared: bool, expected: Expect
     return ""
 
 
-def form_of(outputs: Sequence[object], expected: Expected) -> str:
+def form_of(outputs: Sequence[object], expected: Expected | Oracle) -> str:
     """What is wrong with the form of outputs that are here, as far as values can be compared; empty where nothing is."""
     found = [
         (tuple(o.shape), o.dtype) if isinstance(o, Tensor) else (type(o).__name__, None) for o in outputs

@@ -20,7 +20,7 @@ import torch
 
 from autokernel_hf import contract, gpu
 from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, UsageError
-from autokernel_hf.judge import cases, replays, timing
+from autokernel_hf.judge import cases, huge, indices, replays, timing
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.bench import Bench, Pair, untimed
 from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of, narrowed
@@ -80,6 +80,7 @@ class _Sheet:
     phases: list[tuple[str, float]] = field(default_factory=list)
     warm_times: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by workload
     device_states: list[DeviceState] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -102,6 +103,7 @@ class _Sheet:
             phases=tuple(self.phases),
             built_id=self.built_id,
             confirmed=self.confirmed,
+            notes=self.notes,
             device_states=tuple(self.device_states),
         )
 
@@ -332,7 +334,23 @@ class Referee:
                 self._warm(child, [c.workload for c in made if not c.refuse and c.workload.args not in timed])
         for stage in STAGES[1:]:
             self._stage(child, stage, domain, sheet)
+        self._more_than_32_bits(child, candidate, domain, sheet)
         child.inspect()
+
+    def _more_than_32_bits(self, child: Child, candidate: Candidate, domain: Domain, sheet: _Sheet) -> None:
+        """Tensors of more than 2^31 elements where memory allows, else a reading of the source.
+
+        Raises:
+            StageFailed: It is wrong there.
+        """
+        call = huge.call_of(self.scope, domain)
+        if call is None or not huge.fits(call, self.kernel_type, self.device):
+            sheet.notes = indices.notes_on(candidate)
+            return
+        sheet.stages["edges"] = "failed"
+        with sheet.phase("huge"):
+            huge.run(child, self.kernel_type, call, self.bench.seeds.next(), self.device)
+        sheet.stages["edges"] = "passed"
 
     def _warm(self, child: Child, workloads: Sequence[Workload]) -> None:
         """Have what these calls need compiled side by side: one after the other, the stages' take ten seconds."""

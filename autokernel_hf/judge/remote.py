@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from autokernel_hf.errors import JudgeError, ToolMissingError
 from autokernel_hf.judge import messages
-from autokernel_hf.judge.arena import Pool, Slot
+from autokernel_hf.judge.arena import Arena, Pool, Slot
 from autokernel_hf.judge.server import Spawned
 from autokernel_hf.judge.turn import Times
 from autokernel_hf.records import BenchStatus, Built, Candidate
@@ -165,9 +166,7 @@ class Child(Process):
             JudgeError: The child, which holds no candidate yet, cannot open it.
         """
         try:
-            messages.send(self.spawned.channel, {"op": "open", "handle": self.arena.handle()})
-            if self.arena.descriptor is not None:
-                socket.send_fds(self.spawned.channel, [b"."], [self.arena.descriptor])
+            self._hand_over()
             reply = messages.receive(self.spawned.channel, timeout_s=_START_TIMEOUT_S)
         except (messages.PeerGone, messages.TooLate):
             reply = {"error": "crashed", "message": "it ended"}
@@ -175,6 +174,31 @@ class Child(Process):
             said = self.spawned.output()
             self.end()
             raise JudgeError(f"A fresh process could not open the shared memory: {reply['message']}\n{said}")
+
+    @contextlib.contextmanager
+    def lent(self, arena: Arena) -> Iterator[None]:
+        """Give it another arena for a while. It is ended if anything fails in between.
+
+        Raises:
+            Failed: It cannot open it.
+        """
+        own, self.arena = self.arena, arena
+        try:
+            self._hand_over()
+            self._receive(self.timeout_s)
+            yield
+        except BaseException:
+            self.arena = own
+            self.end()
+            raise
+        self.arena = own
+        self._hand_over()
+        self._receive(self.timeout_s)
+
+    def _hand_over(self) -> None:
+        messages.send(self.spawned.channel, {"op": "open", "handle": self.arena.handle()})
+        if self.arena.descriptor is not None:
+            socket.send_fds(self.spawned.channel, [b"."], [self.arena.descriptor])
 
     def load(self, built: Built) -> None:
         """Import what a builder has built.

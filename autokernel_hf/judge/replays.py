@@ -66,7 +66,7 @@ def _check(
     child: Child, placed: Placed, kernel_type: KernelType, workload: Workload, args: Args, how: str
 ) -> None:
     outputs = [child.arena.view(slot) for slot in placed.sinks]
-    outcome = checks.check_values(outputs, checks.expect(kernel_type, workload, args), kernel_type, workload)
+    outcome = checks.Oracle(kernel_type, workload, args).check(outputs)
     if outcome.problem:
         raise Failed("incorrect", f"is wrong in {how}: {outcome.problem}")
 

@@ -75,7 +75,7 @@ def run_case(child: Child, kernel_type: KernelType, case: Case, args: Args, devi
         if case.refuse:
             _must_refuse(child, workload, args, outputs)
             return Passed(max_abs_error=0.0, error_ratio=0.0, torch_error=())
-        expected: checks.Expected | None = None
+        oracle: checks.Oracle | None = None
         kept: list[list[Tensor]] = []
         outcome = checks.Outcome()
         for repeat in range(case.repeats):
@@ -88,18 +88,18 @@ def run_case(child: Child, kernel_type: KernelType, case: Case, args: Args, devi
                 disturb=0 < repeat == case.repeats - 1,
                 bands=case.stage in _WITH_BANDS,
             )
-            if expected is None:
-                expected = checks.expect(kernel_type, workload, args)  # while the child computes
+            if oracle is None:
+                oracle = checks.Oracle(kernel_type, workload, args)  # while the child computes
             report = child.finish_call()
             if report.beside:
                 raise Failed("incorrect", report.beside)
             if not torch.equal(_inputs(child, placed), before):
                 raise Failed("incorrect", f"changed its inputs ({_changed(child, placed, args)})")
-            problem = checks.check_form(report.outputs, report.shared, expected, device.type)
+            problem = checks.check_form(report.outputs, report.shared, oracle, device.type)
             if problem:
                 raise Failed("incorrect", problem)
             found = [child.arena.view(slot) for slot in placed.sinks]
-            outcome = checks.check_values(found, expected, kernel_type, workload)
+            outcome = oracle.check(found)
             if outcome.problem:
                 raise Failed("incorrect", f"{outcome.problem}. Tolerance: {kernel_type.tolerance.why}")
             if case.repeats > 1:
@@ -109,11 +109,11 @@ def run_case(child: Child, kernel_type: KernelType, case: Case, args: Args, devi
             _must_notice(child, kernel_type, workload, args, placed)
     except Failed as failed:
         raise StageFailed(failed.status, _sentence(case, failed.what)) from None
-    assert expected is not None
+    assert oracle is not None
     return Passed(
         max_abs_error=outcome.max_abs_error,
         error_ratio=outcome.error_ratio,
-        torch_error=expected.torch_error,
+        torch_error=oracle.torch_error,
     )
 
 
@@ -216,15 +216,10 @@ def _must_notice(
     if first.device.type == "cuda":
         torch.cuda.synchronize(first.device)
     child.start_call(placed.arguments, placed.sinks)
-    expected = checks.expect(kernel_type, workload, changed)
+    oracle = checks.Oracle(kernel_type, workload, changed)
     report = child.finish_call()
-    problem = checks.check_form(report.outputs, report.shared, expected, first.device.type)
-    problem = (
-        problem
-        or checks.check_values(
-            [child.arena.view(slot) for slot in placed.sinks], expected, kernel_type, workload
-        ).problem
-    )
+    problem = checks.check_form(report.outputs, report.shared, oracle, first.device.type)
+    problem = problem or oracle.check([child.arena.view(slot) for slot in placed.sinks]).problem
     if problem:
         raise Failed("incorrect", f"was called again with one element changed: {problem}")
 

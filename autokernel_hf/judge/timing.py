@@ -488,8 +488,7 @@ class Rounds:
             if all(near.holds(output) for near, output in zip(nears, outputs, strict=True)):
                 continue
             args = self.values.args_of(call)
-            expected = checks.expect(kernel_type, workload, args)
-            outcome = checks.check_values(outputs, expected, kernel_type, workload)
+            outcome = checks.Oracle(kernel_type, workload, args).check(outputs)
             if outcome.problem:
                 raise Failed("incorrect", f"was wrong in a timed call on fresh values: {outcome.problem}")
 

@@ -319,6 +319,9 @@ class KernelType:
         flops, bytes_moved: Least work of a call; `bytes_moved` defaults to every tensor once.
         layers: Where models compute this type, and what replaces it there.
         merges_rows: Whether the binding hands leading dimensions to C merged, as (M, N), wherever strides allow.
+        cut: The tensor arguments that are cut along their first dimension where a call is taken in parts, whose outputs
+            laid one after the other along theirs are the call's: rows. None of them: it is taken whole.
+        huge: A call with tensors of more than 2^31 elements, whose first axis is the rows (same form as `sweep`).
         source: Paper or specification of the op.
     """
 
@@ -344,6 +347,8 @@ class KernelType:
     impostors_exempt: Callable[[str, Workload], bool] = field(default=lambda impostor, workload: False)
     layers: tuple[Layer, ...] = ()
     merges_rows: bool = False
+    cut: Callable[[Workload], tuple[str, ...]] = field(default=lambda workload: ())
+    huge: tuple[Mapping[str, int], Mapping[str, Scalar]] | None = None
     source: str = ""
 
     def find(self, model: nn.Module) -> list[Site]:

@@ -275,6 +275,7 @@ KERNEL_TYPE = KernelType(
     ),
     flops=_flops,
     bytes_moved=_bytes_moved,
+    cut=lambda workload: ("x",),
     impostors_exempt=_impostors_exempt,
     layers=LAYERS,
     source="https://arxiv.org/abs/2002.05202",

@@ -311,6 +311,9 @@ KERNEL_TYPE = KernelType(
     ),
     flops=lambda workload: 2.0 * _out_elements(workload) * _inner(workload),
     bytes_moved=_bytes_moved,
+    cut=lambda workload: (
+        ("a", "residual") if len(workload.tensor("a").shape) == 2 else ("a", "b", "residual")
+    ),
     impostors_exempt=_impostors_exempt,
     layers=(
         Layer(name="Linear", hook="Linear", find=_sites("Linear", _is_linear)),

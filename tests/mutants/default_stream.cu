@@ -1,6 +1,6 @@
 // kernel_type: rmsnorm
 // expect: rejected|incorrect
-// because: outside of the current stream|wrong
+// because: outside of the current stream|wrong|captured
 //
 // Launches on a stream of its own choice, and not on the one that it is told.
 #include "autokernel.h"

@@ -1,6 +1,6 @@
 // kernel_type: rmsnorm
 // expect: rejected|incorrect
-// because: outside of the current stream|wrong|goes on
+// because: outside of the current stream|wrong|goes on|captured
 //
 // Returns at once, and launches from a thread of its own a little later.
 #include "autokernel.h"

@@ -1,6 +1,6 @@
 // kernel_type: rmsnorm
 // expect: rejected
-// because: outside of the current stream
+// because: outside of the current stream|captured
 //
 // Has the answer in time, and leaves other work running on a stream of its own.
 #include "autokernel.h"

@@ -1,6 +1,6 @@
 // kernel_type: rmsnorm
 // expect: rejected|incorrect
-// because: outside of the current stream|elements are wrong
+// because: outside of the current stream|elements are wrong|captured
 //
 // Works on a stream of its own that nobody waits for.
 #include "autokernel.h"

@@ -1,0 +1,136 @@
+"""A call with tensors of more than 2^31 elements: index arithmetic in 32 bits ends there.
+
+Drawn and answered are some rows; the call holds them many times over, each time rotated by a secret number of rows. So
+neither values nor oracle need a time or a memory of their own, and whoever reads or writes at an index that wrapped
+around finds other rows. Only a GPU with memory to spare runs it; elsewhere `indices` reads the source instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autokernel_hf.judge import checks
+from autokernel_hf.judge.arena import POISON, Arena, Slot, extent, outputs_of, same_bits
+from autokernel_hf.judge.cases import Scope, build_in
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.stages import StageFailed, place
+from autokernel_hf.kernels.base import KernelType, make_inputs
+from autokernel_hf.records import Workload
+from autokernel_hf.variant import Domain
+
+_ROWS = 1024  # that are drawn
+# The arena, the child's own output, and what is copied and compared on the way.
+_MEMORY_FACTOR = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Huge:
+    """The call, and the same with few rows, which it is made of."""
+
+    workload: Workload
+    rows: Workload
+
+
+def call_of(scope: Scope, domain: Domain) -> Huge | None:
+    """The type's call of this kind in the candidate's domain, in the smallest dtype; None where there is none."""
+    kernel_type = scope.kernel_type
+    if kernel_type.huge is None:
+        return None
+    axes, options = kernel_type.huge
+    few = {**axes, next(iter(axes)): _ROWS}
+    for dtype in ("bfloat16", "float16", "float32"):
+        made = [build_in(scope, [(a, options)], domain, dtype) for a in (axes, few)]
+        if made[0] and made[1]:
+            return Huge(workload=made[0][0], rows=made[1][0])
+    return None
+
+
+def fits(huge: Huge, kernel_type: KernelType, device: torch.device) -> bool:
+    """Whether a GPU has the memory free."""
+    if device.type != "cuda":
+        return False
+    specs = [*(spec for _, spec in huge.workload.tensors), *outputs_of(kernel_type, huge.workload)]
+    free, _ = torch.cuda.mem_get_info(device)
+    return bool(free >= _MEMORY_FACTOR * sum(extent(spec) for spec in specs))
+
+
+def run(child: Child, kernel_type: KernelType, huge: Huge, seed: int, device: torch.device) -> None:
+    """Run the call.
+
+    Raises:
+        StageFailed: The candidate did not pass it.
+    """
+    placed = place(huge.workload, outputs_of(kernel_type, huge.workload))
+    arena = Arena.create(placed.end, device)
+    try:
+        with child.lent(arena):
+            _run(child, kernel_type, huge, seed, device)
+    except Failed as failed:
+        where = f"{huge.workload.label} ({huge.workload.shape}, {huge.workload.dtype})"
+        raise StageFailed(failed.status, f"Stage edges, {where}: {failed.what}.") from None
+    finally:
+        arena.close()
+        if device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+
+def _run(child: Child, kernel_type: KernelType, huge: Huge, seed: int, device: torch.device) -> None:
+    args = make_inputs(kernel_type, huge.rows, seed, device)
+    oracle = checks.Oracle(kernel_type, huge.rows, args)
+    exact = checks.expect(kernel_type, huge.rows, args)
+    cut = kernel_type.cut(huge.workload)
+    placed = place(huge.workload, outputs_of(kernel_type, huge.workload))
+    slots, arena = dict(placed.inputs), child.arena
+    for name, slot in placed.inputs:
+        if name in cut:
+            for part, turned in _blocks(arena.view(slot), args[name], seed):
+                part.copy_(turned)
+        else:
+            arena.write(slot, args[name])
+    for slot in placed.sinks:
+        arena.fill(slot, POISON)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    child.start_call(placed.arguments, placed.sinks)
+    report = child.finish_call()
+    if len(report.outputs) != len(oracle.specs) or any(r.get("type") != "Tensor" for r in report.outputs):
+        raise Failed("incorrect", "returned something else than for fewer rows")
+    for name in cut:
+        if any(
+            not same_bits(part, turned) for part, turned in _blocks(arena.view(slots[name]), args[name], seed)
+        ):
+            raise Failed("incorrect", f"changed its input {name}")
+    _check(child, kernel_type, huge, placed.sinks, exact, seed)
+
+
+def _check(
+    child: Child,
+    kernel_type: KernelType,
+    huge: Huge,
+    sinks: tuple[Slot, ...],
+    exact: checks.Expected,
+    seed: int,
+) -> None:
+    found = [child.arena.view(slot) for slot in sinks]
+    pairs = [list(_blocks(f, e, seed)) for f, e in zip(found, exact.outputs, strict=True)]
+    for i, block in enumerate(zip(*pairs, strict=True)):
+        expected = checks.Expected(
+            outputs=tuple(turned for _, turned in block), torch_error=exact.torch_error, specs=exact.specs
+        )
+        problem = checks.check_values([part for part, _ in block], expected, kernel_type, huge.rows).problem
+        if problem:
+            raise Failed("incorrect", f"is wrong among the {_ROWS} rows from {i * _ROWS} on: {problem}")
+
+
+def _blocks(whole: Tensor, rows: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a tensor, and what stands there: the drawn rows, rotated by another number in each part."""
+    dice = random.Random(seed)
+    for start in range(0, whole.shape[0], _ROWS):
+        part = whole[start : start + _ROWS]
+        yield part, torch.roll(rows, dice.randrange(_ROWS), 0)[: part.shape[0]]

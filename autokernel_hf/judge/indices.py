@@ -1,0 +1,114 @@
+"""Index arithmetic in 32 bits, told from a candidate's source: what overflows in tensors of more than 2^31 elements.
+
+A reading, not a proof: it names products that are likely to overflow, and is a note in the verdict where the dynamic test
+(`huge`) has no memory to run. What it names may be right, where a size is bounded elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from autokernel_hf.records import Candidate
+
+_INT = r"(?:unsigned\s+int|unsigned|int32_t|uint32_t|int)"
+# An int that is made from a block's number, or from a tensor's sizes or strides, by a product.
+_C_PRODUCT = re.compile(
+    rf"\b(?:const\s+)?{_INT}\s+(\w+)\s*=\s*(?=[^;]*\*)(?=[^;]*\b(?:blockIdx|sizes|strides)\b)(?![^;]*int64_t\))[^;]*;"
+)
+
+
+def notes_on(candidate: Candidate) -> tuple[str, ...]:
+    """Sentences on products that may overflow; none where nothing was found."""
+    if candidate.backend == "triton":
+        found = _in_python(candidate.source)
+    else:
+        found = [m[1] for m in _C_PRODUCT.finditer(_without_comments(candidate.source))]
+    if not found:
+        return ()
+    names = ", ".join(dict.fromkeys(found))
+    return (
+        f"Index arithmetic in 32 bits may overflow in tensors of more than 2^31 elements: {names}. Compute offsets in "
+        "64 bits.",
+    )
+
+
+def _without_comments(source: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
+
+
+def _in_python(source: str) -> list[str]:
+    """Products of a program's number, in 32 bits, with an argument or a constant, in functions that are compiled."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return []
+    found: list[str] = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and any(
+            "jit" in ast.unparse(d) for d in function.decorator_list
+        ):
+            found += _products_in(function)
+    return found
+
+
+def _products_in(function: ast.FunctionDef) -> list[str]:
+    pairs = [pair for node in ast.walk(function) if isinstance(node, ast.Assign) for pair in _assigned(node)]
+    # A name that is ever given a number of 64 bits is taken to be one: leaving out a warning is better than a false one.
+    wide: set[str] = set()
+    for _ in pairs:  # what is made from a wide one is wide, however far down
+        wide |= {name for name, value in pairs if _is_wide(value, wide)}
+    narrow: set[str] = set()  # names that hold a program's number, or are made from it, in 32 bits
+    for _ in pairs:
+        narrow |= {name for name, value in pairs if name not in wide and _is_narrow(value, narrow, wide)}
+    found = []
+    for node in ast.walk(function):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+            continue
+        sides = (node.left, node.right)
+        if any(_is_wide(s, wide) for s in sides):
+            continue
+        others = [s for s in sides if not _is_narrow(s, narrow, wide)]
+        if len(others) == 1 and any(_is_length(n) for n in ast.walk(others[0])):
+            found.append(ast.unparse(node))
+    return found
+
+
+def _assigned(node: ast.Assign) -> list[tuple[str, ast.expr]]:
+    """Names and what they are given, those of a tuple one by one."""
+    pairs: list[tuple[str, ast.expr]] = []
+    for target in node.targets:
+        if isinstance(target, ast.Name):
+            pairs.append((target.id, node.value))
+        elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs += [
+                (t.id, v)
+                for t, v in zip(target.elts, node.value.elts, strict=False)
+                if isinstance(t, ast.Name)
+            ]
+    return pairs
+
+
+def _is_narrow(node: ast.expr, narrow: set[str], wide: set[str]) -> bool:
+    if _is_wide(node, wide):
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in narrow
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).endswith("program_id")
+    if isinstance(node, ast.BinOp):
+        return _is_narrow(node.left, narrow, wide) or _is_narrow(node.right, narrow, wide)
+    return isinstance(node, ast.Subscript) and _is_narrow(node.value, narrow, wide)
+
+
+def _is_wide(node: ast.AST, wide: set[str]) -> bool:
+    return any(
+        (isinstance(n, ast.Attribute) and n.attr in ("int64", "uint64"))
+        or (isinstance(n, ast.Name) and n.id in wide)
+        for n in ast.walk(node)
+    )
+
+
+def _is_length(node: ast.AST) -> bool:
+    """A size or a stride, by how names are written: not the size of a block, with which a number counts in one dimension."""
+    return isinstance(node, ast.Name) and (not node.id.isupper() or len(node.id) == 1)
