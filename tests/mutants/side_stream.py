@@ -1,7 +1,7 @@
 """Works on a stream of its own, and waits for it on the host before the answer is looked at."""
 
 # expect: rejected|incorrect
-# because: outside of the current stream|wrong
+# because: outside of the current stream|wrong|captured
 # needs: gpu
 
 import torch
