@@ -104,13 +104,17 @@ def extract_text(console: Console, document: Any) -> None:
 
 
 def bench_text(console: Console, evaluation: Evaluation) -> None:
+    warm = any(w.hot_us is not None for w in evaluation.workloads)
     console.line(f"{evaluation.status}{': ' + evaluation.reason if evaluation.reason else ''}")
+    for note in evaluation.notes:
+        console.line(note)
     console.line(", ".join(f"{k} {v}" for k, v in evaluation.stages.model_dump().items()))
     console.table(
         [
             "shape",
             "dtype",
             "us",
+            *(["hot us", "in a graph us"] if warm else []),
             "fastest peer",
             "its us",
             "speed-up",
@@ -124,6 +128,7 @@ def bench_text(console: Console, evaluation: Evaluation) -> None:
                 w.shape,
                 w.dtype,
                 number(w.latency_us),
+                *([number(w.hot_us), number(w.graph_us)] if warm else []),
                 w.baseline or "",
                 number(w.baseline_us),
                 ratio(w.speedup),
