@@ -15,7 +15,7 @@ import torch
 
 from autokernel_hf.judge import checks
 from autokernel_hf.judge.cases import STAGES, Scope, cases_of, key_of
-from autokernel_hf.kernels import kernel_type, kernel_types
+from autokernel_hf.kernels import base, kernel_type, kernel_types
 from autokernel_hf.kernels.base import KernelType, make_inputs, round_to_bits
 from autokernel_hf.records import Workload
 from autokernel_hf.variant import Domain
@@ -121,3 +121,20 @@ def test_narrow_loses_digits_but_not_range() -> None:
         1e-38, rel=2.0**-11
     )
     assert rounded[4] == math.inf and rounded[5] == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TYPES)
+def test_what_is_drawn_on_a_gpu_is_as_good(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large calls are drawn there: of the same form as those drawn here, and impostors fail on them too."""
+    monkeypatch.setattr(base, "DRAWN_ON_CPU", 0)
+    found = kernel_type(name)
+    for workload in calls_of(found)[::3]:
+        here, there = (make_inputs(found, workload, 11, device) for device in ("cpu", "cuda"))
+        for key, value in here.items():
+            if isinstance(value, torch.Tensor):
+                other = there[key]
+                assert other.device.type == "cuda" and other.dtype == value.dtype
+                assert other.shape == value.shape and other.stride() == value.stride()
+        before = make_inputs(found, workload, 12, "cuda")
+        assert checks.admit(found, workload, (there, before)) == (), f"{workload.label} {workload.dtype}"

@@ -6,9 +6,12 @@ import os
 import signal
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Settings
+
+_NVIDIA = Path("/dev/nvidiactl")  # the driver's device, without starting CUDA
 
 
 def main(descriptor: str) -> None:
@@ -24,6 +27,10 @@ def main(descriptor: str) -> None:
     server = None
     if settings.on_cpu:
         server = Server(interpret=settings.backend == "triton", device="cpu")
+    elif _NVIDIA.exists():
+        server = Server(
+            interpret=False, device="cuda"
+        )  # the referee ends it where CUDA finds no GPU after all
 
     from autokernel_hf.judge import referee
 

@@ -140,6 +140,9 @@ class Referee:
         self._wanted = self.scope.workloads
         self.bench = Bench(self.scope, settings, self.device, Seeds(settings.seed))
         self.crew: Crew | None = None
+        if server is not None and server.device != self.device.type:
+            server.close()
+            server = None
         self._server = server
 
     @property

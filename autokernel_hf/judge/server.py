@@ -117,6 +117,7 @@ class Server:
     """
 
     def __init__(self, *, interpret: bool, device: str) -> None:
+        self.device = device
         environment = sandbox.environment_for_children(os.environ, bind=device == "cpu")
         environment.pop("TRITON_INTERPRET", None)
         if interpret:

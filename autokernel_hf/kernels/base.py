@@ -9,6 +9,7 @@ M rows, N columns, K inner dimension of a product, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -468,27 +469,36 @@ def fill_parameter(name: str, spec: TensorSpec, workload: Workload, generator: t
     return torch.rand(spec.shape, generator=generator, dtype=torch.float64) * 1.5 + 0.25
 
 
+DRAWN_ON_CPU = 1 << 20  # elements of a call, at most, that are drawn on the CPU whatever the device
+
+
 def make_inputs(
     kernel_type: KernelType, workload: Workload, seed: int, device: torch.device | str = "cpu"
 ) -> Args:
     """The arguments of one call: fresh tensors with the workload's shapes, strides, offsets and values.
 
     Args:
-        seed: The same seed gives the same values on every device (they are drawn on the CPU).
+        seed: The same seed gives the same values on every device, since they are drawn on the CPU; but for large calls
+            on a GPU, which are drawn there: a processor takes seconds for them.
     """
-    generator = torch.Generator().manual_seed(seed)
+    there = torch.device(device)
+    elements = sum(math.prod(spec.shape) for _, spec in workload.tensors)
+    drawn_on = there if there.type == "cuda" and elements > DRAWN_ON_CPU else torch.device("cpu")
+    generator = torch.Generator(drawn_on).manual_seed(seed)
     args: Args = {}
-    for name, value in workload.args:
-        if not isinstance(value, TensorSpec):
-            args[name] = value
-            continue
-        fill = kernel_type.fills.get(name)
-        data = (
-            fill(name, value, workload, generator)
-            if fill is not None
-            else fill_values(value, workload.values, generator)
-        )
-        args[name] = materialize(data, value, device)
+    # What fills a tensor makes new ones without naming a device.
+    with contextlib.nullcontext() if drawn_on.type == "cpu" else drawn_on:
+        for name, value in workload.args:
+            if not isinstance(value, TensorSpec):
+                args[name] = value
+                continue
+            fill = kernel_type.fills.get(name)
+            data = (
+                fill(name, value, workload, generator)
+                if fill is not None
+                else fill_values(value, workload.values, generator)
+            )
+            args[name] = materialize(data, value, device)
     return args
 
 
