@@ -60,6 +60,11 @@ class RunSettings(Record):
     created: str = ""
 
 
+_LAST_GIT_S = 2.0
+"""How long a git may take that outlives the process that started it: it still holds the folder's lock."""
+_PART = re.compile(r"\..+\.(?:tsv|json|md|cpp|cu|py)\.\w{8}")
+"""A file that `write_atomically` has not renamed yet."""
+
 # --- the folder ---------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +160,7 @@ class Run:
         run._check_repository()
         if lock:
             run._take_lock()
+            run._sweep()
             run._reconcile()
         return run
 
@@ -181,15 +187,33 @@ class Run:
 
     def _take_lock(self) -> None:
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise RunError(
-                f"Another process works in {self.path}.",
-                remedy="Wait for it, or end it; the lock ends with it.",
-            ) from None
+        until = time.monotonic() + _LAST_GIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(0.05)
+                    continue
+                os.close(descriptor)
+                raise RunError(
+                    f"Another process works in {self.path}.",
+                    remedy="Wait for it, or end it; the lock ends with it.",
+                ) from None
         self._lock = descriptor
+
+    def _sweep(self) -> None:
+        """Remove what a killed process has left half done: git's lock files, and files that were not renamed yet.
+
+        Whoever made them is gone: this process has the folder's lock, which every git that we start holds too.
+        """
+        for lock in (self.path / ".git").rglob("*.lock"):
+            lock.unlink(missing_ok=True)
+        for folder in (self.path, *self.path.glob("targets/*"), self.path / "llm"):
+            for part in folder.glob(".*"):
+                if _PART.fullmatch(part.name):
+                    part.unlink(missing_ok=True)
 
     # Profile and targets ------------------------------------------------------------------------------------------
 
@@ -211,17 +235,20 @@ class Run:
         return self.path / "targets" / target
 
     def add_target(self, target: Target, starters: Sequence[Candidate]) -> None:
-        """Write a target's folder with its starters, and the branch `target/<name>` that begins with them."""
+        """Write a target's folder with its starters, and the branch `target/<name>` that begins with them.
+
+        A target that has its branch is left as it is: its working file may hold what was kept, or an agent's edit.
+        """
         folder = self.target_dir(target.name)
+        if self._ref(self._branch(target.name)) is not None and (folder / "target.json").exists():
+            return
         folder.mkdir(parents=True, exist_ok=True)
         target.save(folder / "target.json")
         files = [folder / "target.json"]
         for starter in starters:
             path = folder / f"kernel{starter.suffix}"
-            path.write_text(starter.source, encoding="utf-8")
+            write_atomically(path, starter.source)
             files.append(path)
-        if self._ref(self._branch(target.name)) is not None:
-            return
         parent = self._ref("refs/heads/main")
         assert parent is not None
         tree = self._tree(
@@ -378,9 +405,10 @@ class Run:
             # Only a demotion leads back to the starters, which the branch began with.
             first = self._git("rev-list", "--max-parents=1", "--reverse", branch).split()[1]
             commit, backend = first, Target.load(self.target_dir(target) / "target.json").backend
-        self._git("update-ref", branch, commit)
         path = self._kernel_path(target, backend)
+        # The file first: a crash in between leaves the branch behind the ledger, which is seen on opening.
         write_atomically(self.path / path, self._git("show", f"{commit}:{path}"))
+        self._git("update-ref", branch, commit)
 
     def _reconcile(self) -> None:
         """Make refs and the table agree with the ledger."""
@@ -447,6 +475,7 @@ class Run:
                 cwd=self.path,
                 env={**clean, **(env or {})},
                 check=False,
+                pass_fds=() if self._lock is None else (self._lock,),
             )
         except FileNotFoundError:
             raise _no_git() from None

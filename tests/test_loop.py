@@ -312,6 +312,49 @@ def test_a_crash_between_ledger_and_refs_is_repaired_on_opening(run: Run) -> Non
         assert len((path / "results.tsv").read_text().splitlines()) == 2
 
 
+def test_what_a_killed_git_leaves_is_removed_on_opening(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=2).try_starters()
+    path = run.path
+    run.close()
+    left = [".git/autokernel-index.lock", ".git/refs/heads/target/rmsnorm.lock", ".results.tsv.abcd1234"]
+    for name in left:
+        (path / name).write_text("")
+    with Run.open(path) as again:
+        assert not any((path / name).exists() for name in left)
+        search_of(again, KnownJudge(), max_experiments=3).run_all(Playbook())
+        assert len(again.experiments()) == 3
+
+
+def test_a_git_that_outlives_its_process_is_waited_for(run: Run) -> None:
+    """Its lock files are not a dead process's; it holds the run's lock until it ends."""
+    assert run._lock is not None
+    path, began = run.path, time.monotonic()
+    git_still_there = subprocess.Popen(["sleep", "0.5"], pass_fds=(run._lock,))
+    run.close()
+    with Run.open(path):
+        assert time.monotonic() - began > 0.3
+    git_still_there.wait()
+
+
+def test_resuming_leaves_an_agents_working_file_alone(run: Run) -> None:
+    search_of(run, KnownJudge(), max_experiments=1).try_starters()
+    file = run.target_dir("rmsnorm") / "kernel.cpp"
+    file.write_text(file.read_text() + "// half an idea\n")
+    path = run.path
+    run.close()
+    with Run.open(path) as again:
+        again.add_target(target(), [starter()])
+        assert file.read_text().endswith("// half an idea\n")
+
+
+def test_a_run_folder_without_its_repository_is_told(run: Run) -> None:
+    path = run.path
+    run.close()
+    (path / ".git").rename(path.parent / "lost")
+    with pytest.raises(RunError, match=r"has no git repository any more: .* the source of every experiment"):
+        Run.open(path, lock=False)
+
+
 def test_a_damaged_ledger_is_refused_not_ignored(run: Run) -> None:
     with (run.path / "ledger.jsonl").open("a") as file:
         file.write('{"event":"judged"}\n')
