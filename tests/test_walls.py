@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from autokernel_hf.candidates import read_candidate
 from autokernel_hf.doctor import _isolation
+from autokernel_hf.evaluate import Judge
 from autokernel_hf.judge.remote import Process
 from autokernel_hf.judge.watchdog import Watchdog
+from tests.judge_files import HONEST, rms
 
 ALLOWED = {"write in its own folder", "read the interpreter", "use /dev/null", "name a thread"}
 
@@ -96,6 +99,15 @@ def test_the_gpus_driver_starts_behind_the_walls_and_they_hold(kind: str, tmp_pa
     outcomes = found["outcomes"]
     assert {k for k, v in outcomes.items() if v == "done"} == ALLOWED, outcomes
     assert outcomes["CUDA starts"] == "True"
+
+
+@pytest.mark.gpu
+def test_a_kernel_on_a_gpu_is_judged_in_namespaces(caplog: pytest.LogCaptureFixture) -> None:
+    candidate = read_candidate(HONEST / "rmsnorm_row.py")
+    with Judge("rmsnorm", "triton", (rms(64, 256),), dtypes=("float32",), device="cuda") as judge:
+        evaluation = judge.one_shot(candidate, peers=False)
+    assert evaluation.status == "passed", evaluation.reason
+    assert "namespaces" not in caplog.text, caplog.text
 
 
 def test_doctor_says_what_the_walls_lack() -> None:

@@ -1,23 +1,21 @@
 """The memory that the referee and a child share: inputs, and places for the child's outputs.
 
 One arena a child: the referee owns it, writes the inputs, and finds the outputs in it. On a CPU it is an anonymous
-file whose descriptor is handed over; on a GPU a block of device memory, handed over by CUDA's inter-process handle.
-Memory that a killed process had opened so is never given back, so arenas are kept and handed to the next child.
-Expected results never lie in an arena, and no two children share one.
+file, on a GPU a block of device memory; the descriptor of either is handed over. Arenas are kept and handed to the next
+child, since a new one costs time. Expected results never lie in an arena, and no two children share one.
 """
 
 from __future__ import annotations
 
-import base64
 import mmap
 import os
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autokernel_hf.judge.device_memory import DeviceMemory
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES, Args, KernelType, itemsize, output_specs
 from autokernel_hf.records import TensorSpec, Workload
 
@@ -80,36 +78,36 @@ class Layout:
 class Arena:
     """Shared memory as one byte tensor, and views into it."""
 
-    def __init__(self, memory: Tensor, *, descriptor: int | None = None) -> None:
+    def __init__(self, memory: Tensor, *, descriptor: int, device_memory: DeviceMemory | None = None) -> None:
         self.memory = memory
         self.descriptor = descriptor
+        self._device_memory = device_memory
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> Arena:
         """A new arena of at least `nbytes`."""
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         if device.type == "cuda":
-            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            return cls._on_device(DeviceMemory.create(nbytes, device))
         descriptor = os.memfd_create("autokernel_arena", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, nbytes)
         return cls(_mapped(descriptor, nbytes), descriptor=descriptor)
 
     def handle(self) -> dict[str, Any]:
-        """What a child needs to open it; on a CPU also the descriptor, which travels beside the message."""
-        if self.descriptor is not None:
-            return {"kind": "cpu", "nbytes": self.memory.numel()}
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        return {"kind": "cuda", "pickle": base64.b64encode(pickle.dumps(reduce_tensor(self.memory))).decode()}
+        """What a child needs to open it beside the descriptor, which travels with the message."""
+        return {"device": str(self.memory.device), "nbytes": self.nbytes}
 
     @classmethod
-    def open(cls, handle: dict[str, Any], descriptor: int | None) -> Arena:
-        """Open in a child what the referee created: the handle comes from the referee, which is trusted."""
-        if handle["kind"] == "cpu":
-            assert descriptor is not None
-            return cls(_mapped(descriptor, handle["nbytes"]), descriptor=descriptor)
-        rebuild, arguments = pickle.loads(base64.b64decode(handle["pickle"]))
-        return cls(rebuild(*arguments))
+    def open(cls, handle: dict[str, Any], descriptor: int) -> Arena:
+        """Open in a child what the referee created."""
+        device = torch.device(handle["device"])
+        if device.type == "cuda":
+            return cls._on_device(DeviceMemory.open(descriptor, handle["nbytes"], device))
+        return cls(_mapped(descriptor, handle["nbytes"]), descriptor=descriptor)
+
+    @classmethod
+    def _on_device(cls, memory: DeviceMemory) -> Arena:
+        return cls(memory.tensor(), descriptor=memory.descriptor, device_memory=memory)
 
     @property
     def nbytes(self) -> int:
@@ -146,9 +144,11 @@ class Arena:
     def close(self) -> None:
         """Give the memory back (views must not be used any more)."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        if self.descriptor is not None:
+        if self._device_memory is not None:
+            self._device_memory.close()
+        elif self.descriptor >= 0:
             os.close(self.descriptor)
-            self.descriptor = None
+        self.descriptor, self._device_memory = -1, None
 
 
 class Pool:

@@ -143,10 +143,7 @@ class _Worker:
 
     def do_open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take over an arena, instead of the one before."""
-        descriptor = None
-        if request["handle"]["kind"] == "cpu":
-            _, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
-            descriptor = descriptors[0]
+        _, (descriptor,), _, _ = socket.recv_fds(self.channel, 1, 1)
         self.last = self.copies = ()
         self.graph = None
         if self.arena is not None:

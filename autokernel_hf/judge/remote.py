@@ -197,8 +197,7 @@ class Child(Process):
 
     def _hand_over(self) -> None:
         messages.send(self.spawned.channel, {"op": "open", "handle": self.arena.handle()})
-        if self.arena.descriptor is not None:
-            socket.send_fds(self.spawned.channel, [b"."], [self.arena.descriptor])
+        socket.send_fds(self.spawned.channel, [b"."], [self.arena.descriptor])
 
     def load(self, built: Built) -> None:
         """Import what a builder has built.

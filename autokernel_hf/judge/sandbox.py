@@ -77,9 +77,6 @@ def environment_for_children(environment: Mapping[str, str], *, bind: bool) -> d
         for name, value in environment.items()
         if name in _HARMLESS or not (_SECRET.search(name) or name.upper().startswith(_SECRET_FAMILIES))
     }
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments" in kept.get(name, ""):
-            del kept[name]  # memory of that kind cannot be shared with a child through CUDA's handles
     spinning = {} if "OMP_WAIT_POLICY" in kept else _SPINNING
     binding = _BINDING if bind and not any(name in kept for name in _THREADS_ARE_THE_USERS) else {}
     return {**spinning, **binding, **_MEMORY, **kept}
