@@ -38,6 +38,7 @@ _DOING = {
     "reflect": "what is to be learned",
     "price": "what it costs",
 }
+_UNANSWERED = ("unavailable", "context_full", "failed")
 
 
 class ListedPrices(Record):
@@ -74,8 +75,57 @@ def summary(run: Run) -> str | None:
     spent = spent_by(run)
     known = [e for e in asked if e.cost_usd is not None]
     cost = f", {spent.cost_usd:.4f} dollars" if known else ""
-    failed = sum(e.outcome in ("unavailable", "context_full", "failed") for e in asked)
+    failed = sum(e.outcome in _UNANSWERED for e in asked)
     return f"{asked[-1].model} was asked {len(asked)} times ({failed} without an answer): {spent.tokens} tokens{cost}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What a language model was asked for, and what that took: one line of a run's bill.
+
+    Args:
+        target: Whose search asked; empty for the run as a whole.
+        purpose: In words; empty for all of them together.
+        unanswered: Questions that brought no answer.
+        estimated: Whether a server left the counting of tokens to us.
+        cost_usd: None where the price of no question is known.
+    """
+
+    target: str
+    purpose: str
+    questions: int
+    unanswered: int
+    prompt_tokens: int
+    completion_tokens: int
+    estimated: bool
+    cost_usd: float | None
+    seconds: float
+
+
+def bill(run: Run) -> list[Bill]:
+    """What asking a model has taken: a line for each target and purpose, and the sum as the last one; empty without."""
+    asked = [e for e in run.events() if isinstance(e, Asked)]
+    kinds = dict.fromkeys((e.target, e.purpose) for e in asked)
+    lines = [
+        _bill(target, _DOING[purpose], [e for e in asked if (e.target, e.purpose) == (target, purpose)])
+        for target, purpose in kinds
+    ]
+    return [*lines, _bill("", "", asked)] if asked else []
+
+
+def _bill(target: str, purpose: str, asked: Sequence[Asked]) -> Bill:
+    costs = [e.cost_usd for e in asked if e.cost_usd is not None]
+    return Bill(
+        target=target,
+        purpose=purpose,
+        questions=len(asked),
+        unanswered=sum(e.outcome in _UNANSWERED for e in asked),
+        prompt_tokens=sum(e.prompt_tokens for e in asked),
+        completion_tokens=sum(e.completion_tokens for e in asked),
+        estimated=any(e.estimated for e in asked),
+        cost_usd=sum(costs) if costs else None,
+        seconds=sum(e.seconds for e in asked),
+    )
 
 
 class BudgetSpentError(Exception):

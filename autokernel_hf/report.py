@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 from autokernel_hf.figures import scores_of, weighted
+from autokernel_hf.ledger import Asked
+from autokernel_hf.llm_account import bill
 from autokernel_hf.records import Experiment, RunRecord, TargetResult
 from autokernel_hf.runs import Run, opened
 
@@ -34,6 +36,9 @@ def write_report(run_dir: Path) -> Path:
                 experiments=[(e, weighted(e.evaluation, "speedup_vs_eager")) for e in experiments],
                 result=result,
                 verification=run.verification(),
+                bill=bill(run),
+                llm=next((e for e in reversed(run.events()) if isinstance(e, Asked)), None),
+                kept_of_llm=sum(e.decision == "keep" and "llm" in e.tag.split(",") for e in experiments),
                 picture=base64.b64encode(picture.read_bytes()).decode() if picture else None,
             )
         )

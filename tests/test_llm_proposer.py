@@ -15,6 +15,7 @@ from autokernel_hf.llm import KEY_VARIABLE, Chat, LanguageModelError, Patience
 from autokernel_hf.llm_proposer import LanguageModel, Rules, reasons_in
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import Candidate, Evaluation, Stages, TargetResult, Winner
+from autokernel_hf.report import write_report
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.llm_server import ChatServer, Step, error
@@ -623,6 +624,29 @@ def test_a_run_that_dies_at_a_write_goes_on_with_nothing_counted_twice(
     assert len(set(reflected)) == len(reflected)
     # One question at most was put and not entered: the one that the process died of.
     assert len(server.asked) - 1 <= len(asked) <= len(server.asked)
+
+
+def test_the_report_tells_tokens_and_cost(make_run: Callable[..., Run]) -> None:
+    run = make_run(price_in=2.0, price_out=10.0)
+    with ChatServer(returns(1), "Prose.", returns(2), returns(3), tokens=(1000, 100)) as server:
+        go(run, server, 4, temperatures=(0.1, 0.5))
+    asked = events(run, Asked)
+    lines = llm_account.bill(run)
+    total = lines[-1]
+    assert (total.questions, total.unanswered) == (len(asked), 0)
+    assert (total.prompt_tokens, total.completion_tokens) == (1000 * len(asked), 100 * len(asked))
+    assert total.cost_usd == pytest.approx(len(asked) * (1000 * 2.0 + 100 * 10.0) / 1e6)
+    assert sum(line.questions for line in lines[:-1]) == total.questions
+    assert {line.purpose for line in lines} >= {"what to try", "what is to be learned"}
+    page = write_report(run.path).read_text()
+    assert f"{total.cost_usd:.4f} dollars" in page
+    assert f'<td class="n">{total.prompt_tokens}</td><td class="n">{total.completion_tokens}</td>' in page
+
+
+def test_a_run_without_a_language_model_has_no_bill(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    assert llm_account.bill(run) == []
+    assert "Language model" not in write_report(run.path).read_text()
 
 
 def test_conversations_can_be_read(make_run: Callable[..., Run]) -> None:
