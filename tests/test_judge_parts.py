@@ -1,0 +1,246 @@
+"""Parts of the judge on their own: guard bands, calls in a row, the L2 cache's share, the state of a GPU, peers."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from autokernel_hf.build import build, load
+from autokernel_hf.candidates import read_candidate
+from autokernel_hf.errors import CandidateError
+from autokernel_hf.judge import l2, telemetry, timing
+from autokernel_hf.judge.bands import Bands
+from autokernel_hf.judge.remote import Failed
+from autokernel_hf.judge.turn import Times
+from autokernel_hf.kernels import kernel_type, kernel_types
+from autokernel_hf.kernels.base import make_inputs
+from tests.judge_files import HONEST, MUTANTS, rms
+
+CPU = torch.device("cpu")
+RMS = kernel_type("rmsnorm")
+
+
+# --- guard bands ------------------------------------------------------------------------------------------------------
+
+
+def called(path: Path, x: torch.Tensor) -> tuple[torch.Tensor, Bands, Any]:
+    """A compiled candidate, called between bands: its output, the bands, and the call."""
+    built = build(read_candidate(path), device="cpu")
+    function = load(built.path).rmsnorm
+    bands = Bands(CPU, next(Path(built.path).glob("*.so")))
+    weight = torch.ones(x.shape[-1])
+    with bands:
+        output = function(x=x, weight=weight, eps=1e-6)
+    return output, bands, lambda: function(x=x, weight=weight, eps=1e-6)
+
+
+def test_a_compiled_call_gets_bands_around_its_output_and_its_workspace() -> None:
+    x = torch.randn(5, 33)
+    output, bands, call = called(HONEST / "rmsnorm_workspace.cpp", x)
+    torch.testing.assert_close(output, RMS.reference(x, torch.ones(33), 1e-6)[0])
+    assert output.is_contiguous() and output.untyped_storage().nbytes() == output.nbytes + 2 * (1 << 16)
+    assert bands.count == 2
+    assert bands.written((output,)) == ""
+    after = call()
+    assert bands.count == 2, "a call after it gets none"
+    assert after.untyped_storage().nbytes() == after.nbytes
+    assert torch.equal(after, output)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("writes_beside_its_output.cpp", "its output: 256 bytes behind the end of 660"),
+        ("writes_before_its_output.cpp", "its output: 16 bytes before the start of 660"),
+        ("writes_beside_its_workspace.cpp", "its scratch memory: 8 bytes behind the end of 40"),
+    ],
+)
+def test_what_a_compiled_call_writes_beside_is_told(name: str, said: str) -> None:
+    output, bands, _ = called(MUTANTS / name, torch.randn(5, 33))
+    assert bands.written((output,)) == f"writes beside {said}"
+
+
+@pytest.mark.parametrize("make", ["empty", "empty_like", "new_empty", "zeros", "clone", "contiguous"])
+def test_what_python_allocates_gets_bands_and_keeps_its_values(make: str) -> None:
+    x = torch.arange(12.0).reshape(3, 4).T
+    makers = {
+        "empty": lambda: torch.empty(4, 3),
+        "empty_like": lambda: torch.empty_like(x),
+        "new_empty": lambda: x.new_empty((2, 5), dtype=torch.float16),
+        "zeros": lambda: torch.zeros(7),
+        "clone": lambda: x.clone(),
+        "contiguous": lambda: x.contiguous(),
+    }
+    plain = makers[make]()
+    bands = Bands(CPU, None)
+    with bands:
+        made = makers[make]()
+    assert (made.shape, made.stride(), made.dtype) == (plain.shape, plain.stride(), plain.dtype)
+    if make in ("zeros", "clone", "contiguous"):
+        assert torch.equal(made, plain)
+    assert bands.count == 1 and bands.written((made,)) == ""
+    behind = made.as_strided((1,), (1,), made.storage_offset() + made.numel())
+    behind.zero_()
+    assert (
+        bands.written((made,))
+        == f"writes beside its output: {made.element_size()} bytes behind the end of {made.nbytes}"
+    )
+
+
+# --- calls in a row ---------------------------------------------------------------------------------------------------
+
+
+class Clocked:
+    """A contender in a child: what its own clock says of a call, and what the referee's sees of a row, try by try."""
+
+    def __init__(self, said_us: float, row_factors: list[float]) -> None:
+        self.name, self.pid, self.child = "candidate", 0, self
+        self.places = self
+        self.arguments = ()
+        self.said_us, self.factors, self.tries = said_us, row_factors, 0
+
+    def turn(self) -> tuple[Times, float]:
+        return Times(device_us=(self.said_us,) * 3, host_us=(self.said_us,) * 3, late_us=(0.0,) * 3), 1.0
+
+    def noop(self) -> float:
+        return 100.0
+
+    def loop(self, arguments: object, calls: int) -> float:
+        self.tries += 1
+        return 100.0 + calls * self.said_us * self.factors[(self.tries - 1) % len(self.factors)]
+
+
+def check_row(contender: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "wait_for_quiet", lambda pids, limit_s: True)
+    values = timing.Values(RMS, rms(4, 64), CPU, [1, 2])
+    rounds = timing.Rounds(
+        values, [timing.Local("eager", RMS.reference, values)], {}, torch_error=(0.0,), seed=1
+    )
+    rounds._check_row(cast("timing.Remote", contender))
+
+
+def test_a_row_that_takes_what_the_clock_says_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = Clocked(10.0, [1.2])
+    check_row(contender, monkeypatch)
+    assert contender.tries == 1
+
+
+def test_a_busy_machine_may_make_nearly_all_rows_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = Clocked(10.0, [9.0] * 19 + [2.5])
+    check_row(contender, monkeypatch)
+    assert contender.tries == 20
+
+
+@pytest.mark.parametrize("said_us", [0.4, 50.0, 5000.0])
+def test_a_clock_at_a_fifth_of_the_speed_is_found(said_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Failed, match="by the referee's clock") as caught:
+        check_row(Clocked(said_us, [5.0]), monkeypatch)
+    assert caught.value.status == "rejected"
+
+
+# --- the L2 cache's share ---------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """As much of CUDA's driver as is asked about the cache."""
+
+    def __init__(self, set_aside: int) -> None:
+        self.set_aside, self.resets = set_aside, 0
+
+    def cuCtxGetLimit(self, size: Any, limit: int) -> int:  # noqa: N802 - the driver's name
+        assert limit == 6
+        size._obj.value = self.set_aside
+        return 0
+
+    def cuCtxResetPersistingL2Cache(self) -> int:  # noqa: N802
+        self.resets += 1
+        return 0
+
+
+def test_what_persists_in_the_cache_is_forgotten_and_a_larger_share_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(4096)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    share = l2.Persisting()
+    share.forget()
+    assert driver.resets == 1
+    driver.set_aside = 1 << 20
+    with pytest.raises(CandidateError, match="sets 1048576 bytes of the L2 cache aside"):
+        share.forget()
+
+
+def test_without_a_driver_there_is_nothing_to_forget() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver here")
+    l2.Persisting().forget()
+
+
+# --- the state of a GPU -----------------------------------------------------------------------------------------------
+
+
+class Nvml:
+    """As much of NVML as is asked: a hot GPU at its power limit, which does not tell its memory's clock."""
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, value: Any) -> int:  # noqa: N802
+        value._obj.value = 0x4 | 0x20
+        return 0
+
+    def nvmlDeviceGetPowerUsage(self, handle: object, value: Any) -> int:  # noqa: N802
+        value._obj.value = 699_500
+        return 0
+
+    def nvmlDeviceGetClockInfo(self, handle: object, kind: ctypes.c_int, value: Any) -> int:  # noqa: N802
+        value._obj.value = 1410
+        return 0 if kind.value == 1 else 3
+
+    def nvmlDeviceGetTemperature(self, handle: object, sensor: ctypes.c_int, value: Any) -> int:  # noqa: N802
+        value._obj.value = 83
+        return 0
+
+
+def test_the_state_of_a_gpu_is_what_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_nvml", lambda: Nvml())
+    monkeypatch.setattr(telemetry, "_handle", lambda index: ctypes.c_void_p(1))
+    state = telemetry.device_state(torch.device("cuda", 0))
+    assert state is not None
+    assert (state.sm_mhz, state.memory_mhz, state.power_w, state.temperature_c) == (1410, None, 699.5, 83)
+    assert state.throttled == ("power_cap", "thermal")
+
+
+def test_a_cpu_has_no_state() -> None:
+    assert telemetry.device_state(CPU) is None
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(kernel_types()))
+def test_compile_with_graphs_is_a_peer_of_its_own_and_of_a_gpu_only(name: str) -> None:
+    found = kernel_type(name)
+    names = [peer.name for peer in found.peers]
+    assert names[0] == "eager" and names.index("compile_cudagraphs") == names.index("compile") + 1
+    axes, options = found.sweep[0]
+    workload = found.build(axes, "float32", options)
+    graphs = next(peer for peer in found.peers if peer.name == "compile_cudagraphs")
+    assert graphs.make(workload, CPU) is None
+
+
+# --- what is near -----------------------------------------------------------------------------------------------------
+
+
+def test_an_output_too_large_to_keep_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = rms(64, 33, "bfloat16")
+    wanted = RMS.reference(**make_inputs(RMS, workload, 3))[0]
+    for part in (1 << 20, 100):
+        monkeypatch.setattr(timing, "_NEAR_PART", part)
+        near = timing.Near(wanted, RMS, workload, torch_error=1e-3)
+        for row in (0, 31, 63):
+            for off in (0.0, 1e-3, 1.0):
+                output = wanted.clone()
+                output[row, 5] += off
+                assert near.holds(output) == (off < 1.0)
