@@ -76,7 +76,6 @@ def run(child: Child, kernel_type: KernelType, huge: Huge, seed: int, device: to
     finally:
         arena.close()
         if device.type == "cuda":
-            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
 

@@ -187,13 +187,16 @@ class Child(Process):
             self._hand_over()
             self._receive(self.timeout_s)
             yield
+            self.arena = own
+            self._hand_over()
+            self._receive(self.timeout_s)
+        except messages.PeerGone:
+            self.arena = own
+            raise self._gone() from None
         except BaseException:
             self.arena = own
             self.end()
             raise
-        self.arena = own
-        self._hand_over()
-        self._receive(self.timeout_s)
 
     def _hand_over(self) -> None:
         messages.send(self.spawned.channel, {"op": "open", "handle": self.arena.handle()})

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels._peers import compile_peers, eager_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     DTYPES,
@@ -24,11 +26,8 @@ from autokernel_hf.kernels.base import (
     Schema,
     Tolerance,
     activate,
-    compile_peers,
-    eager_peer,
     fill_values,
     growth_in_fp32,
-    module_sites,
     tells_no_digits,
     workload_from,
 )

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from autokernel_hf.kernels import layernorm
 from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels._peers import compile_peers, eager_peer, liger_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     DTYPES,
     NORMS,
@@ -23,14 +25,10 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     fill_parameter,
     fill_values,
     growth_in_fp32,
     itemsize,
-    liger_peer,
-    module_sites,
     sum_roundings,
     tensor_bytes,
     workload_from,

@@ -12,11 +12,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -625,111 +622,3 @@ def activate(x: Tensor, kind: str) -> Tensor:
     if kind == "relu2":
         return torch.square(F.relu(x))
     raise ValueError(f"unknown activation {kind!r}; known: {', '.join(ACTIVATIONS)}")
-
-
-# --- finding sites ------------------------------------------------------------------------------------------------
-
-
-def module_sites(
-    model: nn.Module, kernel_type: str, layer: str, matches: Callable[[nn.Module], bool]
-) -> Iterable[Site]:
-    """Sites of all modules that match, in the model's order."""
-    for name, module in model.named_modules():
-        if name and matches(module):
-            yield Site(name=name, kernel_type=kernel_type, layer=layer, attach="module", path=name)
-
-
-def function_sites(model: nn.Module, kernel_type: str, layer: str, attribute: str) -> Iterable[Site]:
-    """Sites of a function that the modeling files of a model's modules define at top level, once a file."""
-    seen = dict.fromkeys(type(m).__module__ for m in model.modules())
-    for module_name in seen:
-        if callable(getattr(sys.modules.get(module_name), attribute, None)):
-            path = f"{module_name}:{attribute}"
-            yield Site(
-                name=path.rsplit(".", 1)[-1],
-                kernel_type=kernel_type,
-                layer=layer,
-                attach="function",
-                path=path,
-            )
-
-
-def layer_class(kernel_type: str, name: str, op: Callable[..., Any]) -> type[nn.Module]:
-    """A class of a type's layers file, with `op` in the place of its package's own `_ops.<kernel_type>`.
-
-    So that `find` can ask whether the very class that ships computes what a model's own code computes.
-    """
-    path = Path(__file__).parent / "layers" / f"{kernel_type}.py"
-    package = f"_autokernel_layers_{kernel_type}"
-    ops = ModuleType(f"{package}._ops")
-    setattr(ops, kernel_type, op)
-    module = ModuleType(f"{package}.layers")
-    module.__package__ = package
-    # The source's `from ._ops import ...` looks in sys.modules first; the entries go once it has run.
-    names = {package: ModuleType(package), f"{package}._ops": ops}
-    sys.modules.update(names)
-    try:
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-    finally:
-        for entry in names:
-            sys.modules.pop(entry, None)
-    found: type[nn.Module] = getattr(module, name)
-    return found
-
-
-# --- peers that every type has ------------------------------------------------------------------------------------
-
-
-def eager_peer(reference: Callable[..., Outputs]) -> Peer:
-    """The plain torch expression that a model runs."""
-    return Peer(name="eager", make=lambda workload, device: reference)
-
-
-def compile_peers(reference: Callable[..., Outputs]) -> tuple[Peer, Peer]:
-    """torch.compile of the reference for exactly this workload's shapes: without CUDA graphs, and with, on a GPU."""
-
-    def make(workload: Workload, device: torch.device) -> Callable[..., Any]:
-        torch._dynamo.reset()
-        mode = "max-autotune-no-cudagraphs" if device.type == "cuda" else None
-        compiled: Callable[..., Any] = torch.compile(reference, dynamic=False, fullgraph=True, mode=mode)
-        return compiled
-
-    def make_graphs(workload: Workload, device: torch.device) -> Callable[..., Any] | None:
-        if device.type != "cuda":
-            return None
-        # Code of its own: what is compiled is kept by code, and forgotten with the other peer's.
-        own = FunctionType(
-            reference.__code__.replace(co_name=f"{reference.__code__.co_name}_in_graphs"),
-            reference.__globals__,
-            argdefs=reference.__defaults__,
-            closure=reference.__closure__,
-        )
-        own.__kwdefaults__ = reference.__kwdefaults__
-        compiled = torch.compile(own, dynamic=False, fullgraph=True, mode="reduce-overhead")
-
-        def run(**arguments: Any) -> Any:
-            torch.compiler.cudagraph_mark_step_begin()  # the outputs of the call before may be overwritten
-            return compiled(**arguments)
-
-        return run
-
-    return Peer(name="compile", make=make), Peer(name="compile_cudagraphs", make=make_graphs)
-
-
-def fused_peer(name: str, function: Callable[..., Any]) -> Peer:
-    """A fused torch operator (schema arguments by keyword)."""
-    return Peer(name=name, make=lambda workload, device: function)
-
-
-def liger_peer(make: Callable[[], Callable[..., Any]]) -> Peer:
-    """Liger's kernel, where Liger is installed and the device is a GPU."""
-
-    def build(workload: Workload, device: torch.device) -> Callable[..., Any] | None:
-        if device.type != "cuda":
-            return None
-        try:
-            return make()
-        except ImportError:
-            return None
-
-    return Peer(name="liger", make=build)

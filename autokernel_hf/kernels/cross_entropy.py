@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer, liger_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     REDUCTIONS,
     KernelType,
@@ -19,11 +21,7 @@ from autokernel_hf.kernels.base import (
     RowsIfNone,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     input_bytes,
-    liger_peer,
-    module_sites,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload

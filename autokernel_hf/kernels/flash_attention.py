@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
@@ -21,8 +22,6 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     growth_in_fp32,
     input_bytes,
     itemsize,

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels._peers import compile_peers, eager_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.activation import activation_kind
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
@@ -23,13 +25,10 @@ from autokernel_hf.kernels.base import (
     Schema,
     Tolerance,
     activate,
-    compile_peers,
-    eager_peer,
     fill_values,
     growth_in_fp32,
     input_bytes,
     itemsize,
-    module_sites,
     tells_no_digits,
     workload_from,
 )

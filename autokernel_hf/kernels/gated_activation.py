@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels._peers import compile_peers, eager_peer, liger_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.activation import (
     activate_exactly,
     activation_kind,
@@ -28,12 +30,8 @@ from autokernel_hf.kernels.base import (
     Schema,
     Tolerance,
     activate,
-    compile_peers,
-    eager_peer,
     fill_values,
     growth_in_fp32,
-    liger_peer,
-    module_sites,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer, liger_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
@@ -19,13 +21,9 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     fill_parameter,
     fill_values,
     growth_in_fp32,
-    liger_peer,
-    module_sites,
     round_to_bits,
     sum_roundings,
     workload_from,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     ACTIVATIONS,
     Dims,
@@ -20,14 +22,11 @@ from autokernel_hf.kernels.base import (
     Schema,
     Tolerance,
     activate,
-    compile_peers,
-    eager_peer,
     fill_parameter,
     fill_values,
     growth_in_fp32,
     input_bytes,
     itemsize,
-    module_sites,
     workload_from,
 )
 from autokernel_hf.records import Scalar, Site, TensorSpec, Workload

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer
 from autokernel_hf.kernels.base import (
     OPS,
     KernelType,
@@ -16,8 +17,6 @@ from autokernel_hf.kernels.base import (
     Reduced,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     fill_values,
     growth_in_fp32,
     input_bytes,

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels._peers import compile_peers, eager_peer, fused_peer, liger_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
@@ -19,13 +21,8 @@ from autokernel_hf.kernels.base import (
     Outputs,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     fill_parameter,
-    fused_peer,
     growth_in_fp32,
-    liger_peer,
-    module_sites,
     sum_roundings,
     workload_from,
 )

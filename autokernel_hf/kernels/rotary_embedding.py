@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer
+from autokernel_hf.kernels._places import function_sites, layer_class
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
@@ -20,12 +22,8 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
-    function_sites,
     input_bytes,
     itemsize,
-    layer_class,
     tells_no_digits,
     workload_from,
 )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autokernel_hf.kernels._peers import compile_peers, eager_peer, liger_peer
+from autokernel_hf.kernels._places import module_sites
 from autokernel_hf.kernels.base import (
     Dims,
     KernelType,
@@ -18,12 +20,8 @@ from autokernel_hf.kernels.base import (
     Peer,
     Schema,
     Tolerance,
-    compile_peers,
-    eager_peer,
     fill_values,
     growth_in_fp32,
-    liger_peer,
-    module_sites,
     sum_roundings,
     workload_from,
 )

@@ -23,8 +23,9 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from autokernel_hf.judge.checks import admit, check_values, expect
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels._forms import form, forward_form
+from autokernel_hf.kernels._places import layer_class
 from autokernel_hf.kernels.activation import activation_kind, activation_layer
-from autokernel_hf.kernels.base import DTYPES, KernelType, layer_class, make_inputs, with_layout
+from autokernel_hf.kernels.base import DTYPES, KernelType, make_inputs, with_layout
 from autokernel_hf.records import TensorSpec, Workload
 
 TYPES = ("activation", "gated_activation", "layernorm", "rmsnorm", "add_norm", "softmax")

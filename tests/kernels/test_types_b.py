@@ -26,7 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from autokernel_hf.judge.checks import Expected, admit, check_values, expect
 from autokernel_hf.kernels import kernel_type
-from autokernel_hf.kernels.base import KernelType, layer_class, make_inputs, with_layout
+from autokernel_hf.kernels._places import layer_class
+from autokernel_hf.kernels.base import KernelType, make_inputs, with_layout
 from autokernel_hf.kernels.rotary_embedding import LAYERS as ROTARY_LAYERS
 from autokernel_hf.kernels.rotary_embedding import computes
 from autokernel_hf.records import Site, TensorSpec, Workload
