@@ -9,8 +9,9 @@ the inputs anew.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def hot(
     return tuple(start.elapsed_time(end) * 1e3 for start, end in events), as_tuple(result)
 
 
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Nothing is collected meanwhile: giving back what a forgotten graph or event holds breaks a capture."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Graph:
     """Some calls of a function, captured; its arguments must stay where they are.
 
@@ -68,15 +82,16 @@ class Graph:
         with torch.cuda.stream(stream):
             function(**arguments)
             _synchronize()
-            self._graph.capture_begin()
-            try:
-                for _ in range(calls):
-                    result = function(**arguments)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
+            with _no_garbage():
+                self._graph.capture_begin()
+                try:
+                    for _ in range(calls):
+                        result = function(**arguments)
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):
+                        self._graph.capture_end()
+                    raise
+                self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.outputs: tuple[Any, ...] = as_tuple(result)
 
