@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autokernel_hf import tunables
+from autokernel_hf.archive import Cell, Elite, cell_of, stale
 from autokernel_hf.records import Candidate, Experiment, Proposal, Target
 
 _ANSWER_TOKENS = 8192  # at most, for one answer
@@ -30,6 +33,8 @@ class Context:
         bound: What bounds the incumbent, in words with numbers.
         remaining: Experiments left in the budget.
         pending: Proposals that are being judged now, where several devices are.
+        beam: The best of each kind so far that are worth going on from, the incumbent's kind among them.
+        cells: The kind of each right attempt, by experiment.
     """
 
     target: Target
@@ -41,6 +46,8 @@ class Context:
     remaining: int
     seed: int = 0
     pending: tuple[Proposal, ...] = ()
+    beam: tuple[Elite, ...] = ()
+    cells: Mapping[int, Cell] = field(default_factory=dict)
 
 
 class NothingLeft(Exception):  # noqa: N818 - an end, not an error
@@ -63,9 +70,15 @@ class Playbook:
     The opening changes one constant at a time, those that act on what bounds the kernel before the others: such steps
     are readable, and tell the sampler which constants matter. State is what the ledger holds, so a resumed run goes on
     as if it had never stopped.
+
+    After a plateau of attempts without improvement every second proposal is a revisit: a step of one constant from the
+    best of another kind (another backend, structure or algorithm), the one that was gone on from least.
     """
 
     name = "playbook"
+
+    def __init__(self, plateau: int = 5) -> None:
+        self.plateau = plateau
 
     def propose(self, context: Context, n: int) -> list[Proposal]:
         space = tunables.parse(context.incumbent.source)
@@ -78,7 +91,9 @@ class Playbook:
         whole = len(context.attempts) + len(context.pending) + context.remaining
         openings = max(2, whole // 2) - opened
         proposals: list[Proposal] = []
-        for proposal in [*self._openings(context, space), *self._sampled(context, space, n)]:
+        opening = self._openings(context, space)
+        ordered = [*opening, *self._revisits(context), *self._sampled(context, space, n)]
+        for proposal in ordered:
             digest = _digest(context, proposal.source)
             if digest in tried or ("opening" in proposal.tags and openings <= 0):
                 continue
@@ -87,6 +102,40 @@ class Playbook:
             proposals.append(proposal)
             if len(proposals) == n:
                 break
+        return proposals
+
+    def _revisits(self, context: Context) -> list[Proposal]:
+        """Steps from the elites of other kinds, where the search is stuck at its incumbent."""
+        since = stale(context.attempts, context.scores)
+        if since < self.plateau:
+            return []
+        recent = [*(e.tag.split(",") for e in context.attempts[len(context.attempts) - since :])]
+        recent += [list(p.tags) for p in context.pending]
+        revisits = sum("revisit" in tags for tags in recent)
+        others = sum("revisit" not in tags for tags in recent) - self.plateau
+        if revisits > others:
+            return []
+        every = [e.tag.split(",") for e in context.attempts] + [list(p.tags) for p in context.pending]
+        visits = Counter(tag for tags in every for tag in tags if tag.startswith("from-"))
+        own = cell_of(context.incumbent)
+        ranked = [e for e in context.beam if e.cell != own]
+        ranked.sort(key=lambda e: visits[f"from-{e.experiment}"])  # stable: the beam's order among equals
+        proposals = []
+        for elite in ranked:
+            steps = self._openings(
+                replace(context, incumbent=elite.candidate), tunables.parse(elite.candidate.source)
+            )
+            # Another algorithm is another kind, which has an elite of its own if it was tried.
+            for step in sorted(steps, key=lambda s: "algorithm" in s.tags):
+                proposals.append(
+                    step.model_copy(
+                        update={
+                            "rationale": f"from #{elite.experiment} ({elite.score:.2f}x): {step.rationale}",
+                            "tags": ("revisit", f"from-{elite.experiment}", step.tags[-1]),
+                            "backend": elite.candidate.backend,
+                        }
+                    )
+                )
         return proposals
 
     def _openings(self, context: Context, space: tuple[tunables.Tunable, ...]) -> list[Proposal]:
@@ -126,7 +175,11 @@ class Playbook:
             constant_liar=True,
         )
         study = optuna.create_study(direction="maximize", sampler=sampler)
+        island = cell_of(context.incumbent).island
         for attempt in context.attempts:
+            cell = context.cells.get(attempt.experiment)
+            if attempt.backend != island[0] or (cell is not None and cell.island != island):
+                continue  # another file, even where its constants have the same names
             params = {k: v for k, v in attempt.tunables.items() if k in distributions}
             if set(params) != set(distributions) or any(
                 v not in distributions[k].choices for k, v in params.items()

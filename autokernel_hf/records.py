@@ -400,6 +400,7 @@ class Proposal(Record):
     rationale: str  # the hypothesis, in one line: the experiment's commit message
     tags: tuple[str, ...] = ()
     tunables: dict[str, Scalar] = Field(default_factory=dict)
+    backend: Backend | None = None  # None: the incumbent's
 
 
 class Experiment(Record):

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.agent import Context, NothingLeft, Proposer
+from autokernel_hf.archive import beam, cell_of, elites
 from autokernel_hf.errors import DeviceError, JudgeError
 from autokernel_hf.figures import gain_over, scores_of, weighted
 from autokernel_hf.ledger import Finished, Round
@@ -112,6 +113,7 @@ class Search:
         self.progress = progress
         self._turn = threading.Condition()  # guards what follows, and the proposer
         self._flying: dict[int, Proposal] = {}  # by number: begun, and not entered yet
+        self._sources: dict[int, Candidate] = {}
         self._end: str | None = None  # why no further experiment begins
         self._fault: BaseException | None = None  # what ends all lanes
 
@@ -183,6 +185,12 @@ class Search:
         """The best kept candidate; None until one was kept."""
         return self.run.incumbent(self.target.name)
 
+    def _source(self, attempt: Experiment) -> Candidate:
+        """An attempt's source, read from git once."""
+        if attempt.experiment not in self._sources:
+            self._sources[attempt.experiment] = self.run.source(attempt)
+        return self._sources[attempt.experiment]
+
     def scores(self) -> dict[int, float | None]:
         """Time of the model's own code over each attempt's, by experiment number."""
         return scores_of(self.attempts())
@@ -194,8 +202,8 @@ class Search:
         kept = self.run.kept(self.target.name)
         if kept is None:
             # Nothing was kept yet: go on from the fastest right attempt, else from the first starter.
-            right = [(s, e) for e in attempts if (s := scores[e.experiment]) is not None]
-            best = max(right, key=lambda pair: pair[0], default=None)
+            timed = [(s, e) for e in attempts if (s := scores[e.experiment]) is not None]
+            best = max(timed, key=lambda pair: pair[0], default=None)
             incumbent = self.run.source(best[1]) if best else self.starters[0]
             evaluation = best[1].evaluation if best else None
         else:
@@ -204,6 +212,8 @@ class Search:
         bound = "not known yet"
         if evaluation is not None and evaluation.workloads:
             prescriptions, bound = self.diagnose(self.target, evaluation)
+        right = {e.experiment: self._source(e) for e in attempts if scores[e.experiment] is not None}
+        found = elites(attempts, scores, right)
         return Context(
             target=self.target,
             incumbent=incumbent,
@@ -212,6 +222,8 @@ class Search:
             prescriptions=prescriptions,
             bound=bound,
             pending=tuple(self._flying.values()),
+            beam=beam(found),
+            cells={number: cell_of(candidate) for number, candidate in right.items()},
             remaining=max(0, self.limits.max_experiments - len(attempts) - len(self._flying)),
             seed=seed,
         )
@@ -329,7 +341,9 @@ class Search:
             return None, "nothing left to try"
         proposal = proposals[0]
         candidate = Candidate(
-            kernel_type=self.target.kernel_type, backend=context.incumbent.backend, source=proposal.source
+            kernel_type=self.target.kernel_type,
+            backend=proposal.backend or context.incumbent.backend,
+            source=proposal.source,
         )
         return (candidate, proposal), None
 

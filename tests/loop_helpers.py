@@ -52,6 +52,9 @@ class KnownJudge:
         self.judged: list[str] = []
         self.opponents: list[str | None] = []
 
+    def us(self, candidate: Candidate) -> float:
+        return self.time_us(dict(tunables.values(candidate.source)))
+
     def measure_peers(self) -> tuple[WorkloadResult, ...]:
         return ()
 
@@ -63,16 +66,16 @@ class KnownJudge:
             return Evaluation(
                 status="incorrect", stages=Stages(smoke="failed"), reason="element 0 is 1, not 2"
             )
-        us = self.time_us(values)
+        us = self.us(candidate)
         figures: dict[str, object] = {"latency_us": us, "pct_peak": self.pct_peak(us)}
         if incumbent is None:
             figures |= _against("eager", EAGER_US, us)
         else:
-            figures |= _against("incumbent", self.time_us(dict(tunables.values(incumbent.source))), us)
+            figures |= _against("incumbent", self.us(incumbent), us)
         return Evaluation(status="passed", stages=PASSED, workloads=(_result(figures),))
 
     def confirm(self, candidate: Candidate) -> Evaluation:
-        us = self.time_us(dict(tunables.values(candidate.source)))
+        us = self.us(candidate)
         figures = {"latency_us": us, **_against("eager", EAGER_US, us)}
         return Evaluation(status="passed", stages=PASSED, workloads=(_result(figures),), confirmed=True)
 
