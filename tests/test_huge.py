@@ -1,4 +1,4 @@
-"""The call of more than 2^31 elements, made small: how it is laid out, and that a wrong row is found wherever it is."""
+"""Large calls, made small: how one of more than 2^31 elements is laid out and checked, and how inputs are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autokernel_hf.judge import huge
+from autokernel_hf.judge import checks, huge, large
 from autokernel_hf.judge.arena import Arena, Slot
 from autokernel_hf.judge.remote import Child, Report
 from autokernel_hf.judge.stages import StageFailed
@@ -76,3 +76,27 @@ def test_a_changed_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(StageFailed, match="changed its input x"):
         run(changes, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "add_norm", "cross_entropy", "matmul", "softmax"])
+def test_inputs_of_a_large_call_are_some_rows_many_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel_type(name)
+    axes = {
+        "rmsnorm": {"M": 100, "N": 8},
+        "cross_entropy": {"N": 100, "V": 16},
+        "matmul": {"M": 100, "K": 8, "N": 4},
+    }
+    options = {"reduction": "none"} if name == "cross_entropy" else {}
+    workload = found.build(axes.get(name, axes["rmsnorm"]), "float32", options)
+    whole = large.inputs_of(found, workload, 3, CPU)
+    monkeypatch.setattr(large, "MOST_DRAWN", 200)
+    args = large.inputs_of(found, workload, 3, CPU)
+    assert {k: getattr(v, "shape", v) for k, v in args.items()} == {
+        k: getattr(v, "shape", v) for k, v in whole.items()
+    }
+    first = args[found.cut(workload)[0]]
+    distinct = torch.unique(first, dim=0).shape[0]
+    assert 5 <= distinct <= 25
+    assert torch.unique(whole[found.cut(workload)[0]], dim=0).shape[0] == 100
+    before = large.inputs_of(found, workload, 4, CPU)
+    assert checks.admit(found, workload, (args, before)) == ()

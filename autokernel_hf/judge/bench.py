@@ -18,12 +18,13 @@ from autokernel_hf.errors import JudgeError
 from autokernel_hf.judge import checks, roofline, sandbox, statistics, timing
 from autokernel_hf.judge.cases import Scope, key_of
 from autokernel_hf.judge.crew import Crew
+from autokernel_hf.judge.large import inputs_of
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.session import Settings
 from autokernel_hf.judge.stages import Passed
 from autokernel_hf.judge.turn import as_tuple
-from autokernel_hf.kernels.base import Args, make_inputs
+from autokernel_hf.kernels.base import Args
 from autokernel_hf.records import Candidate, Workload, WorkloadResult
 
 log = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ class Bench:
             key_of(workload) == key_of(timed) for timed in self.scope.workloads
         ):
             return self._values(workload).sample(random.Random(self.seeds.next()))
-        return make_inputs(self.kernel_type, workload, self.seeds.next(), self.device)
+        return inputs_of(self.kernel_type, workload, self.seeds.next(), self.device)
 
     def _seconds(self, *, peers: bool) -> float:
         """How long the rounds of one workload should take."""
@@ -245,7 +246,7 @@ class Bench:
     def _peers(self, values: timing.Values, *, eager_only: bool = False) -> list[timing.Local]:
         """The peers that can do this workload here, and do it right; eager first, which defines the op."""
         workload, kernel_type = values.workload, self.kernel_type
-        args = make_inputs(kernel_type, workload, self.seeds.next(), self.device)
+        args = inputs_of(kernel_type, workload, self.seeds.next(), self.device)
         oracle = checks.Oracle(kernel_type, workload, args)
         found = []
         for peer in kernel_type.peers[: 1 if eager_only else None]:

@@ -7,16 +7,14 @@ around finds other rows. Only a GPU with memory to spare runs it; elsewhere `ind
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from autokernel_hf.judge import checks
 from autokernel_hf.judge.arena import POISON, Arena, Slot, extent, outputs_of, same_bits
 from autokernel_hf.judge.cases import Scope, build_in
+from autokernel_hf.judge.large import blocks
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.stages import StageFailed, place
 from autokernel_hf.kernels.base import KernelType, make_inputs
@@ -88,7 +86,7 @@ def _run(child: Child, kernel_type: KernelType, huge: Huge, seed: int, device: t
     slots, arena = dict(placed.inputs), child.arena
     for name, slot in placed.inputs:
         if name in cut:
-            for part, turned in _blocks(arena.view(slot), args[name], seed):
+            for part, turned in blocks(arena.view(slot), args[name], seed):
                 part.copy_(turned)
         else:
             arena.write(slot, args[name])
@@ -102,7 +100,7 @@ def _run(child: Child, kernel_type: KernelType, huge: Huge, seed: int, device: t
         raise Failed("incorrect", "returned something else than for fewer rows")
     for name in cut:
         if any(
-            not same_bits(part, turned) for part, turned in _blocks(arena.view(slots[name]), args[name], seed)
+            not same_bits(part, turned) for part, turned in blocks(arena.view(slots[name]), args[name], seed)
         ):
             raise Failed("incorrect", f"changed its input {name}")
     _check(child, kernel_type, huge, placed.sinks, exact, seed)
@@ -117,7 +115,7 @@ def _check(
     seed: int,
 ) -> None:
     found = [child.arena.view(slot) for slot in sinks]
-    pairs = [list(_blocks(f, e, seed)) for f, e in zip(found, exact.outputs, strict=True)]
+    pairs = [list(blocks(f, e, seed)) for f, e in zip(found, exact.outputs, strict=True)]
     for i, block in enumerate(zip(*pairs, strict=True)):
         expected = checks.Expected(
             outputs=tuple(turned for _, turned in block), torch_error=exact.torch_error, specs=exact.specs
@@ -125,11 +123,3 @@ def _check(
         problem = checks.check_values([part for part, _ in block], expected, kernel_type, huge.rows).problem
         if problem:
             raise Failed("incorrect", f"is wrong among the {_ROWS} rows from {i * _ROWS} on: {problem}")
-
-
-def _blocks(whole: Tensor, rows: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a tensor, and what stands there: the drawn rows, rotated by another number in each part."""
-    dice = random.Random(seed)
-    for start in range(0, whole.shape[0], _ROWS):
-        part = whole[start : start + _ROWS]
-        yield part, torch.roll(rows, dice.randrange(_ROWS), 0)[: part.shape[0]]

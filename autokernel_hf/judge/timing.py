@@ -22,10 +22,11 @@ from torch import Tensor
 
 from autokernel_hf.judge import checks, statistics
 from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of, same_bits
+from autokernel_hf.judge.large import inputs_of
 from autokernel_hf.judge.quiet import wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.turn import DELAY_FACTOR, DELAY_US, Times, Turn, flush_for
-from autokernel_hf.kernels.base import DTYPES, Args, KernelType, itemsize, make_inputs
+from autokernel_hf.kernels.base import DTYPES, Args, KernelType, itemsize
 from autokernel_hf.records import TensorSpec, Workload
 
 EAGER = "eager"
@@ -121,7 +122,7 @@ class Values:
         self.kernel_type = kernel_type
         self.workload = workload
         self.device = device
-        self.masters = [make_inputs(kernel_type, workload, seed, device) for seed in seeds]
+        self.masters = [inputs_of(kernel_type, workload, seed, device) for seed in seeds]
         args = self.masters[0]
         self.live = _activations(args)
         self.statics = tuple(n for n, v in args.items() if isinstance(v, Tensor) and n not in self.live)
