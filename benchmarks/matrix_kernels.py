@@ -99,6 +99,9 @@ def workloads() -> Iterator[tuple[str, str, Workload]]:
     for Hq, Hk, D in ((32, 8, 128), (32, 8, 64), (16, 4, 256), (32, 32, 128)):
         for B, Sk in ((1, 4096), (1, 32768), (8, 4096), (32, 2048)):
             yield "decode", "flash_attention", attention(causal=False, B=B, Hq=Hq, Hk=Hk, Sq=1, Sk=Sk, D=D)
+    for M in (16, 64, 512, 4096):
+        for N, K in ((8192, 2048), (4096, 4096)):
+            yield "float8", "matmul", product(M, N, K, dtype="float8_e4m3fn")
     for size in (2048, 4096, 8192):
         yield "large", "matmul", product(size, size, size)
         yield "large-nt", "matmul", product(size, size, size, nt=True)
@@ -137,8 +140,10 @@ def prepare(file: Path) -> None:
         build.build(read_candidate(file), device="cuda")
 
 
-def load(label: str, file: Path, checks: float) -> tuple[Contender, Callable[..., Any] | None]:
-    """Build a file, and make as many of the judge's calls as the seconds allow."""
+def load(
+    label: str, file: Path, checks: float, share: tuple[int, int] = (0, 1)
+) -> tuple[Contender, Callable[..., Any] | None]:
+    """Build a file, and make as many of the judge's calls, or of one share of them, as the seconds allow."""
     from autokernel_hf import build, contract
     from autokernel_hf.candidates import read_candidate
     from autokernel_hf.judge.cases import Scope, cases_of
@@ -166,6 +171,7 @@ def load(label: str, file: Path, checks: float) -> tuple[Contender, Callable[...
     scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes)
     cases = [c for stage in STAGES for c in cases_of(stage, scope, contract.check(candidate, kind))]
     random.Random(0).shuffle(cases)
+    cases = cases[share[0] :: share[1]]
     failures, done, end = [], 0, time.monotonic() + checks
     for seed, case in enumerate(cases):
         if time.monotonic() > end:
@@ -235,6 +241,9 @@ def main() -> int:
     parser.add_argument(
         "--checks", type=float, default=0.0, help="seconds of the judge's calls for each file"
     )
+    parser.add_argument(
+        "--share", default="1/1", help="which of the judge's calls, as 2/4: for processes side by side"
+    )
     parser.add_argument("--compile", action="store_true", help="with torch.compile among the peers")
     parser.add_argument("--seconds", type=float, default=1.0, help="for the rounds of a workload")
     parser.add_argument("--budget", type=float, default=225.0, help="seconds for everything")
@@ -254,7 +263,8 @@ def main() -> int:
         options.jobs
     ) as pool:  # builds side by side; checks and times one after the other
         list(pool.map(prepare, [file for _, file in files]))
-    made = [load(label, file, options.checks) for label, file in files]
+    part, parts = map(int, options.share.split("/"))
+    made = [load(label, file, options.checks, (part - 1, parts)) for label, file in files]
     for told, _ in made:
         print(
             f"{told.label} ({told.file}): built in {told.build_s} s, {told.registers} registers, {told.spill_bytes} bytes "
