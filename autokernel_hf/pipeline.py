@@ -271,12 +271,18 @@ def searching(
             (device, sessions.enter_context(_judge_on(device, target)))
             for device in devices_of(run.settings, target)
         ]
+        ahead = None
+        if target.device.startswith("cuda") and any(c.backend == "cuda" for c in candidates):
+            from autokernel_hf.ahead import Ahead
+
+            ahead = sessions.enter_context(Ahead(target.device))
         yield Search(
             target,
             candidates,
             run=run,
             judge=judges[0][1],
             more=judges[1:],
+            ahead=ahead,
             decide=_decide,
             diagnose=_diagnoser(run),
             limits=limits_of(run.settings),

@@ -58,6 +58,7 @@ class Judging(Protocol):
 
 
 Decide = Callable[[Evaluation], tuple[Decision, str]]
+Ahead = Callable[[Candidate], None]
 Diagnose = Callable[[Target, Evaluation], tuple[tuple[str, ...], str]]
 """(target, the incumbent's evaluation) -> (kinds of tunables to try first, what bounds it in words)."""
 
@@ -81,6 +82,15 @@ class Limits:
     speedup: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _NextUp:
+    """A proposal that is compiled ahead, with the digest of the incumbent of the moment when it was made."""
+
+    candidate: Candidate
+    proposal: Proposal
+    base: str
+
+
 class Search:
     """The search of one target, whose state is the run's ledger."""
 
@@ -96,17 +106,23 @@ class Search:
         limits: Limits,
         progress: Progress,
         more: Sequence[tuple[str, Judging]] = (),
+        ahead: Ahead | None = None,
     ) -> None:
         """
         Args:
             judge: The session that judges; None for a search that is only read.
             more: Sessions on further devices, with their names.
+            ahead: Begins to compile a candidate, and returns at once. With it the next proposal is asked for, and told
+                to it, while the present one is judged; None where compiling would disturb the timing.
         """
         self.target = target
         self.starters = tuple(starters)
         self.run = run
         self._judge = judge
         self._more = tuple(more)
+        self._ahead = ahead
+        self._base = ""
+        self._next_up: list[_NextUp] = []  # proposed, being compiled, not begun
         self.decide = decide
         self.diagnose = diagnose
         self.limits = limits
@@ -221,10 +237,13 @@ class Search:
             scores=scores,
             prescriptions=prescriptions,
             bound=bound,
-            pending=tuple(self._flying.values()),
+            pending=(*self._flying.values(), *(waiting.proposal for waiting in self._next_up)),
             beam=beam(found),
             cells={number: cell_of(candidate) for number, candidate in right.items()},
-            remaining=max(0, self.limits.max_experiments - len(attempts) - len(self._flying)),
+            remaining=max(
+                0,
+                self.limits.max_experiments - len(attempts) - len(self._flying) - len(self._next_up),
+            ),
             seed=seed,
         )
 
@@ -313,7 +332,7 @@ class Search:
                     if len(self.attempts()) + len(self._flying) >= self.limits.max_experiments:
                         self._turn.wait()
                         continue
-                    found, nothing = self._proposed(proposer, seed)
+                    found, nothing = self._taken_up() or self._proposed(proposer, seed)
                     if found is None and self._flying:
                         # What flies may give the proposer something to go on with.
                         self._turn.wait()
@@ -324,15 +343,40 @@ class Search:
                 candidate, proposal = found
                 number, begun = self._begin(candidate, proposal)
                 self._flying[number] = proposal
+                self._look_ahead(proposer, seed)
                 return number, begun, candidate, proposal
             self._turn.notify_all()
             return None
+
+    def _taken_up(self) -> tuple[tuple[Candidate, Proposal], None] | None:
+        """The oldest proposal that was compiled ahead and is still worth judging."""
+        kept = self.run.kept(self.target.name)
+        while self._next_up:
+            waiting = self._next_up.pop(0)
+            # A step from an incumbent that is none any more is asked for anew, from the one that is.
+            if "opening" not in waiting.proposal.tags or kept is None or kept.digest == waiting.base:
+                return (waiting.candidate, waiting.proposal), None
+        return None
+
+    def _look_ahead(self, proposer: Proposer, seed: int) -> None:
+        """Have the next proposals compiled, one a device, before the present ones have their verdicts."""
+        if self._ahead is None or self._starter_left() is not None:
+            return
+        left = self.limits.max_experiments - len(self.attempts()) - len(self._flying) - len(self._next_up)
+        while left > 0 and len(self._next_up) <= len(self._more):
+            found, _ = self._proposed(proposer, seed)
+            if found is None:
+                return
+            self._next_up.append(_NextUp(*found, base=self._base))
+            self._ahead(found[0])
+            left -= 1
 
     def _proposed(
         self, proposer: Proposer, seed: int
     ) -> tuple[tuple[Candidate, Proposal] | None, str | None]:
         """What the proposer wants tried, or why there is nothing."""
         context = self.context(seed=seed)
+        self._base = context.incumbent.digest
         try:
             proposals = proposer.propose(context, 1)
         except NothingLeft as end:

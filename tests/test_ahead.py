@@ -1,0 +1,147 @@
+"""The next candidate is compiled while the judge measures the present one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autokernel_hf import tunables
+from autokernel_hf.agent import Context, Playbook
+from autokernel_hf.ahead import Ahead
+from autokernel_hf.build import build
+from autokernel_hf.kernels import starter as starter_of
+from autokernel_hf.progress import Silent
+from autokernel_hf.records import Candidate, Evaluation, Proposal
+from autokernel_hf.runs import Run
+from autokernel_hf.search import Limits, Search
+from tests.loop_helpers import KnownJudge, decide, diagnose, formula, settings, starter, target
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run.create(tmp_path, "org/model", settings())
+    made.add_target(target(), [starter()])
+    yield made
+    made.close()
+
+
+class Watching(KnownJudge):
+    """Notes what was told to be compiled by the time each candidate is judged."""
+
+    def __init__(self, told: list[str], time_us: object = formula) -> None:
+        super().__init__(time_us=time_us)
+        self.told = told
+        self.known: list[tuple[str, ...]] = []
+
+    def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation:
+        self.known.append(tuple(self.told))
+        return super().evaluate(candidate, incumbent)
+
+
+def search_of(run: Run, judge: KnownJudge, told: list[str] | None, **limits: object) -> Search:
+    return Search(
+        target(),
+        [starter()],
+        run=run,
+        judge=judge,
+        decide=decide,
+        diagnose=diagnose,
+        limits=Limits(**{"max_reverts": 99, **limits}),
+        progress=Silent(),
+        ahead=None if told is None else lambda candidate: told.append(candidate.digest),
+    )
+
+
+def test_what_comes_next_is_told_before_the_present_one_is_judged(run: Run) -> None:
+    told: list[str] = []
+    judge = Watching(told, time_us=lambda values: 50.0)
+    search_of(run, judge, told, max_experiments=14).run_all(Playbook())
+    assert len(judge.judged) == 14
+    for present in range(len(judge.judged) - 1):
+        assert judge.judged[present + 1] in judge.known[present], (
+            f"experiment {present + 2} was not told in time"
+        )
+    assert len(told) == len(set(told)) == 13, (
+        "the starter is judged at once, and nothing is compiled for nothing"
+    )
+
+
+def test_a_step_from_an_old_incumbent_is_not_judged(run: Run) -> None:
+    told: list[str] = []
+    judge = Watching(told)
+    result, winner = search_of(run, judge, told, max_experiments=30).run_all(Playbook())
+    assert winner is not None and result.speedup == pytest.approx(5.0)
+    by_number = {e.experiment: e for e in run.experiments()}
+    openings = [e for e in by_number.values() if "opening" in e.tag.split(",")]
+    assert len(openings) > 4
+    for step in openings:
+        assert step.against is not None
+        base = by_number[step.against].tunables
+        assert sum(base[name] != value for name, value in step.tunables.items()) == 1
+    assert set(told) - set(judge.judged), "some were compiled for nothing, since an incumbent fell"
+
+
+def test_the_search_is_as_good_as_one_that_waits_for_every_verdict(run: Run, tmp_path: Path) -> None:
+    search_of(run, KnownJudge(), [], max_experiments=30).run_all(Playbook())
+    with Run.create(tmp_path / "b", "org/model", settings()) as other:
+        other.add_target(target(), [starter()])
+        search_of(other, KnownJudge(), None, max_experiments=30).run_all(Playbook())
+        best = [run_.result("rmsnorm").result.best_us for run_ in (run, other)]  # type: ignore[union-attr]
+    assert best == [pytest.approx(20.0), pytest.approx(20.0)]
+    assert len({e.digest for e in run.experiments()}) == len(run.experiments()) == 30
+
+
+def test_nothing_waits_beyond_the_budget(run: Run) -> None:
+    told: list[str] = []
+    search_of(run, KnownJudge(), told, max_experiments=3).run_all(Playbook())
+    assert len(run.experiments()) == 3 and len(told) == 2
+
+
+def test_a_proposer_that_waits_for_verdicts_is_not_hurried(run: Run) -> None:
+    class Patient:
+        name = "patient"
+
+        def propose(self, context: Context, n: int) -> list[Proposal]:
+            if context.pending:
+                return []
+            values = {"kUnroll": (2, 4, 8)[len(context.attempts) - 1]} if len(context.attempts) < 4 else None
+            if values is None:
+                return []
+            source = tunables.substitute(starter().source, values)
+            return [Proposal(source=source, rationale="x", tunables=tunables.values(source))]
+
+    told: list[str] = []
+    result, _ = search_of(run, KnownJudge(), told, max_experiments=9).run_all(Patient())
+    assert result.experiments == 4 and told == []
+    assert "nothing left to try" in result.reason
+
+
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None and not Path("/usr/local/cuda/bin/nvcc").exists(), reason="no nvcc"
+)
+def test_the_builder_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path))
+    source = starter_of("reduce", "cuda")
+    assert source is not None
+    good = Candidate(kernel_type="reduce", backend="cuda", source=source + "// ahead\n")
+    bad = good.model_copy(update={"source": source + "this is no C++\n"})
+    with Ahead("cuda") as ahead:
+        began = os.times().elapsed
+        for candidate in (bad, good):
+            ahead(candidate)
+        assert os.times().elapsed - began < 1.0, "it does not wait"
+        assert ahead.finished(240.0) == (bad.digest, "")
+        found = ahead.finished(240.0)
+    built = build(good, device="cuda")
+    assert found == (good.digest, built.id)
+    assert built.cached
+
+
+def test_other_backends_are_left_to_the_judge(tmp_path: Path) -> None:
+    with Ahead("cuda") as ahead:
+        ahead(starter())
+        assert ahead.finished(0.5) is None
