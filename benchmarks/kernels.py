@@ -197,7 +197,7 @@ def read_kernel(x_ptr, out_ptr, words, WORDS: tl.constexpr):  # type: ignore[no-
     tl.store(out_ptr + tl.program_id(0), tl.max(x, 0))
 
 
-READ_TILES = ((8192, 4), (16384, 4), (16384, 8), (32768, 8), (65536, 16))  # bytes and warps of a program
+READ_TILES = ((2048, 1), (4096, 1), (4096, 2), (8192, 2), (8192, 4), (16384, 4), (16384, 8), (32768, 8))  # bytes and warps of a program
 
 
 def make_read(count: float) -> list[Call]:
