@@ -7,7 +7,7 @@ take at the device's floor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autokernel_hf.errors import UsageError
 from autokernel_hf.kernels import backends, starter
@@ -27,8 +27,14 @@ def usable_backends(kernel_type: str, device: str, wanted: str = "auto") -> tupl
     return tuple(b for b in backends(kernel_type) if b in runnable and wanted in ("auto", b))
 
 
-def extract(profile: Profile, *, top: int, backend: str = "auto") -> tuple[list[Target], list[TargetResult]]:
+def extract(
+    profile: Profile, *, top: int, backend: str = "auto", settled: Mapping[str, bool] | None = None
+) -> tuple[list[Target], list[TargetResult]]:
     """The `top` targets of a profile by attainable gain, and the types that were passed over, with the reason.
+
+    Args:
+        settled: Targets that were searched already, and whether each holds its place in the model. They are in neither
+            list. What lies within one that holds its place is passed over; one that does not leaves its sites to others.
 
     Raises:
         UsageError: The backend cannot run on the profile's device.
@@ -42,11 +48,15 @@ def extract(profile: Profile, *, top: int, backend: str = "auto") -> tuple[list[
     rows: dict[str, list[SiteProfile]] = {}
     for site in profile.sites:
         rows.setdefault(site.kernel_type, []).append(site)
+    known = settled or {}
+    held = [name for name, holds in known.items() if holds]
     gains = {name: _gain(group, profile.total_ms) for name, group in rows.items()}
     targets: list[Target] = []
     skipped: list[TargetResult] = []
-    taken: set[str] = set()  # names of rows that a chosen target replaces
+    taken = {r.name for name in held for r in rows[name]}  # names of rows that a chosen target replaces
     for name in sorted(rows, key=lambda n: -gains[n]):
+        if name in known:
+            continue
         group = rows[name]
         share = sum(r.share for r in group)
         usable = usable_backends(name, kind, backend)
@@ -62,11 +72,13 @@ def extract(profile: Profile, *, top: int, backend: str = "auto") -> tuple[list[
                 f"an ideal kernel would save {100 * gains[name]:.1f} % of the pass, too little to measure"
             )
         elif any(r.nested_in in taken for r in group) or any(
-            other.nested_in in {r.name for r in group} for t in targets for other in rows[t.kernel_type]
+            other.nested_in in {r.name for r in group}
+            for chosen in [*held, *(t.kernel_type for t in targets)]
+            for other in rows[chosen]
         ):
             reason = "its sites overlap those of a target with more to gain"
         elif len(targets) >= top:
-            reason = f"beyond the top {top}"
+            reason = f"beyond the top {top + len(known)}"
         if reason:
             skipped.append(
                 TargetResult(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -78,13 +80,7 @@ def optimize(
             progress.stage(f"Looking for {settings.llm}")
             llm_account.prepare(run)
         profile = run.profile() or profile_into(run, progress)
-        targets, results = extract(profile, top=settings.top, backend=settings.backend)
-        winners: list[Winner] = []
-        for target in targets:
-            result, winner = optimize_target(run, profile, target, progress, resumed=resume is not None)
-            results.append(result)
-            if winner is not None:
-                winners.append(winner)
+        results, winners = optimize_targets(run, profile, progress, resumed=resume is not None)
         if (asked := llm_account.summary(run)) is not None:
             logger.log(NOTE, "%s.", asked)
         staged = stage(run, profile.model, winners, progress)
@@ -212,8 +208,57 @@ def prepare(run: Run, profile: Profile) -> list[Target]:
     return targets
 
 
+def optimize_targets(
+    run: Run, profile: Profile, progress: Progress, *, resumed: bool = False
+) -> tuple[list[TargetResult], list[Winner]]:
+    """Search the targets of a profile, `--top` of them, that with most to gain first.
+
+    What there is to gain is counted anew after each: a target without a winner leaves its sites to the types that lie
+    within it, and its time to the others.
+    """
+    settings = run.settings
+    found: dict[str, TargetResult] = {}
+    winners: list[Winner] = []
+    while True:
+        # A target that is left to a coding agent keeps its place until the agent is done.
+        settled = {name: r.status in ("won", "skipped") for name, r in found.items()}
+        targets, passed_over = extract(
+            profile, top=settings.top - len(found), backend=settings.backend, settled=settled
+        )
+        if not targets:
+            return [*passed_over, *found.values()], winners
+        result, winner = optimize_target(
+            run, profile, targets[0], progress, resumed=resumed, limits=limits_for(run, targets)
+        )
+        found[result.name] = result
+        if winner is not None:
+            winners.append(winner)
+
+
+def limits_for(run: Run, waiting: Sequence[Target]) -> Limits:
+    """When the search of the first of the waiting targets ends.
+
+    Of the time that the targets before it have left of --budget it gets a part by what it can bring (Amdahl).
+    """
+    limits = limits_of(run.settings)
+    if run.settings.budget_s is None:
+        return limits
+    names = {t.name for t in waiting}
+    lanes = len(devices_of(run.settings, waiting[0]))
+    spent = math.fsum(e.seconds for e in run.experiments() if e.target not in names) / lanes
+    gains = [1 - 1 / t.attainable_speedup for t in waiting]
+    part = gains[0] / math.fsum(gains) if math.fsum(gains) > 0 else 1 / len(gains)
+    return replace(limits, max_seconds=max(0.0, run.settings.budget_s - spent) * part)
+
+
 def optimize_target(
-    run: Run, profile: Profile, target: Target, progress: Progress, *, resumed: bool = False
+    run: Run,
+    profile: Profile,
+    target: Target,
+    progress: Progress,
+    *,
+    resumed: bool = False,
+    limits: Limits | None = None,
 ) -> tuple[TargetResult, Winner | None]:
     """Search one target; a finished one is read from the ledger instead.
 
@@ -231,6 +276,7 @@ def optimize_target(
     proposer = proposer_for(run)
     try:
         with searching(run, target, candidates, progress) as search:
+            search.limits = limits or search.limits
             if proposer is None:
                 search.try_starters()
                 if resumed and any(e.tag != "starter" for e in tried):

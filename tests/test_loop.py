@@ -29,8 +29,11 @@ from autokernel_hf.records import (
     Proposal,
     PulledModel,
     Resources,
+    SiteProfile,
     Speedup,
     SpeedupInterval,
+    Target,
+    TargetResult,
     Verification,
     Winner,
 )
@@ -253,6 +256,74 @@ def test_a_resumed_targets_time_is_counted_on(run: Run) -> None:
 def test_what_a_run_asks_for_becomes_its_limits() -> None:
     asked = settings(max_experiments=7, budget_s=60.0, top=3, target_speedup=2.5)
     assert pipeline.limits_of(asked) == Limits(max_experiments=7, max_seconds=20.0, speedup=2.5)
+
+
+def with_gain(name: str, speedup: float) -> Target:
+    return target().model_copy(update={"name": name, "attainable_speedup": speedup})
+
+
+def test_the_time_that_is_left_is_shared_by_what_there_is_to_gain(tmp_path: Path) -> None:
+    # 20 % and 5 % of the pass.
+    waiting = [with_gain("much", 1.25), with_gain("little", 1 / 0.95)]
+    with Run.create(tmp_path, "m", settings(budget_s=100.0, top=2)) as run:
+        assert pipeline.limits_for(run, waiting).max_seconds == pytest.approx(80.0)
+        run.add_target(waiting[0], [starter()])
+        slow = KnownJudge()
+        search = Search(
+            waiting[0], [starter()], run=run, judge=slow, decide=decide, diagnose=diagnose,
+            limits=Limits(max_experiments=1), progress=Silent(),
+        )  # fmt: skip
+        search.try_starters()
+        (first,) = run.experiments()
+        assert first.target == "much"
+        # What the first did not use is the second's.
+        assert pipeline.limits_for(run, waiting[1:]).max_seconds == pytest.approx(100.0 - first.seconds)
+    with Run.create(tmp_path, "m", settings(top=2)) as run:
+        assert pipeline.limits_for(run, waiting).max_seconds is None
+
+
+@pytest.mark.parametrize("status", ["won", "no_speedup"])
+def test_what_lies_within_a_target_is_tried_where_that_one_does_not_win(
+    run: Run, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """An MLP as a whole has more to gain than the activation in it, and a norm least."""
+    base = profile_of(settings().spec)
+
+    def site(kind: str, ms: float, nested_in: str | None = None) -> SiteProfile:
+        return SiteProfile(
+            name=f"h.*.{kind}", kernel_type=kind, layer="L", sites=(), share=ms, calls=1, ms=ms,
+            attainable_ms=0.0, shapes=(), bound="memory", supported=True, workloads=(), nested_in=nested_in,
+        )  # fmt: skip
+
+    sites = (
+        site("softmax", 0.3),
+        site("activation", 0.2, nested_in="h.*.softmax"),
+        site("rmsnorm", 0.1),
+        site("reduce", 0.05),
+    )
+    profile = base.model_copy(update={"sites": sites})
+    tried: list[str] = []
+
+    def optimize_target(run: Run, profile: Profile, target: Target, *_: object, **__: object) -> object:
+        tried.append(target.name)
+        known = status if target.name == "softmax" else "no_speedup"
+        return TargetResult(
+            name=target.name, kernel_type=target.name, backend="cpp", share=0.1, status=known
+        ), None
+
+    monkeypatch.setattr(pipeline, "optimize_target", optimize_target)
+    settled = run.settings.model_copy(update={"top": 3})
+    monkeypatch.setattr(run, "settings", settled)
+    results, _ = pipeline.optimize_targets(run, profile, Silent())
+    if status == "won":
+        assert tried == ["softmax", "rmsnorm", "reduce"]
+        (inner,) = [r for r in results if r.name == "activation"]
+        assert inner.status == "skipped" and "overlap those of a target" in inner.reason
+    else:
+        assert tried == ["softmax", "activation", "rmsnorm"]
+        (last,) = [r for r in results if r.name == "reduce"]
+        assert last.status == "skipped" and last.reason == "beyond the top 3"
+    assert sorted(r.name for r in results) == ["activation", "reduce", "rmsnorm", "softmax"]
 
 
 def test_no_module_takes_the_place_of_a_public_function() -> None:
