@@ -141,6 +141,14 @@ class _Worker:
     def do_noop(self, request: dict[str, Any]) -> dict[str, Any]:
         return {}
 
+    def do_wake(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Start CUDA, before any candidate is here."""
+        device = torch.device(request["device"])
+        self.stream = torch.cuda.Stream(device)
+        self.flush = turn.flush_for(device)
+        torch.cuda.synchronize()
+        return {}
+
     def do_open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take over an arena, instead of the one before."""
         _, (descriptor,), _, _ = socket.recv_fds(self.channel, 1, 1)
@@ -150,10 +158,6 @@ class _Worker:
             self.arena.close()
             gc.collect()
         self.arena = Arena.open(request["handle"], descriptor)
-        if self.arena.memory.device.type == "cuda" and self.stream is None:
-            self.stream = torch.cuda.Stream(self.arena.memory.device)
-            self.flush = turn.flush_for(self.arena.memory.device)
-            torch.cuda.synchronize()
         return {"threads": torch.get_num_threads()}
 
     def do_build(self, request: dict[str, Any]) -> dict[str, Any]:

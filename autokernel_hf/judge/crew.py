@@ -127,7 +127,8 @@ class Crew:
             return self._opened()
 
     def _opened(self) -> Child:
-        child = Child(self._spawn(builder=False), self._pool, timeout_s=self._timeout_s)
+        spawned = self._spawn(builder=False)
+        child = Child(spawned, self._pool, device=self._device, timeout_s=self._timeout_s)
         child.open()
         return self._watched(child)
 

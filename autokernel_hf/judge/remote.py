@@ -145,10 +145,20 @@ class Builder(Process):
 
 
 class Child(Process):
-    """A process with an arena, for one candidate."""
+    """A process with an arena, for one candidate.
 
-    def __init__(self, spawned: Spawned, pool: Pool, *, timeout_s: float) -> None:
+    Args:
+        device: Where it runs candidates, as torch names it.
+    """
+
+    def __init__(self, spawned: Spawned, pool: Pool, *, device: str, timeout_s: float) -> None:
         super().__init__(spawned, timeout_s=timeout_s)
+        self._wakes = device.startswith("cuda")
+        if (
+            self._wakes
+        ):  # its CUDA starts while this process may still be starting its own; `open` takes the answer
+            with contextlib.suppress(messages.PeerGone):  # `open` will find out
+                messages.send(spawned.channel, {"op": "wake", "device": device})
         self.arena = pool.take()
         self.granted_bytes = self.arena.nbytes if self.arena.memory.device.type == "cpu" else 0
         self._pool = pool
@@ -167,7 +177,10 @@ class Child(Process):
         """
         try:
             self._hand_over()
-            reply = messages.receive(self.spawned.channel, timeout_s=_START_TIMEOUT_S)
+            reply = {}
+            for _ in range(1 + self._wakes):
+                if "error" not in reply:
+                    reply = messages.receive(self.spawned.channel, timeout_s=_START_TIMEOUT_S)
         except (messages.PeerGone, messages.TooLate):
             reply = {"error": "crashed", "message": "it ended"}
         if "error" in reply:
