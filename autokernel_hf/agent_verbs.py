@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autokernel_hf import tunables
+from autokernel_hf.archive import cell_of, stale
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.errors import CandidateError, RunError
 from autokernel_hf.figures import gain_over, weighted
@@ -29,6 +30,7 @@ from autokernel_hf.runs import opened
 
 if TYPE_CHECKING:
     from autokernel_hf._console import Console
+    from autokernel_hf.agent import Context
     from autokernel_hf.progress import Progress
 
 
@@ -42,6 +44,16 @@ class Attempt(Record):
     reason: str
     speedup_vs_eager: float | None
     tunables: dict[str, Scalar]
+
+
+class Alternative(Record):
+    """The best of another kind: another backend, structure or algorithm. Its source: `try`'s commit in the run's git."""
+
+    experiment: int
+    description: str
+    backend: Backend
+    speedup_vs_eager: float
+    commit: str | None
 
 
 class ContextDocument(Record):
@@ -61,6 +73,8 @@ class ContextDocument(Record):
     prescriptions: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     experiments_left: int
+    alternatives: tuple[Alternative, ...] = ()
+    since_improvement: int = 0  # experiments since the best one became better
 
 
 class TryDocument(Evaluation):
@@ -110,7 +124,25 @@ def context(run_dir: Path, target: str | None, attempts: int = 12) -> ContextDoc
                 for a in known.attempts[-attempts:]
             ),
             experiments_left=known.remaining,
+            alternatives=_alternatives(known),
+            since_improvement=stale(known.attempts, known.scores),
         )
+
+
+def _alternatives(known: Context) -> tuple[Alternative, ...]:
+    attempts = {a.experiment: a for a in known.attempts}
+    own = cell_of(known.incumbent)
+    return tuple(
+        Alternative(
+            experiment=e.experiment,
+            description=attempts[e.experiment].description,
+            backend=e.candidate.backend,
+            speedup_vs_eager=e.score,
+            commit=attempts[e.experiment].commit,
+        )
+        for e in known.beam
+        if e.cell != own
+    )
 
 
 def attempt(run_dir: Path, target: str | None, file: Path, note: str, progress: Progress) -> TryDocument:
@@ -213,6 +245,15 @@ def context_text(console: Console, document: ContextDocument) -> None:
     for item in document.attempts:
         score = f"{item.speedup_vs_eager:.3f}x" if item.speedup_vs_eager else item.status
         console.line(f"- #{item.experiment} {item.decision} {score}: {item.description}. {item.reason}")
+    if document.alternatives:
+        console.line(
+            f"\n## The best of other kinds ({document.since_improvement} experiments since the last improvement)"
+        )
+    for other in document.alternatives:
+        console.line(
+            f"- #{other.experiment} {other.backend}, {other.speedup_vs_eager:.3f}x: {other.description} "
+            f"(git show {(other.commit or '')[:12]} in the run folder)"
+        )
     console.line("\n## Incumbent\n")
     console.raw(document.source)
 

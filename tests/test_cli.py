@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from autokernel_hf import doctor, pipeline, shipping
+from autokernel_hf import doctor, pipeline, shipping, tunables
 from autokernel_hf.agent import Playbook
 from autokernel_hf.cli import app
 from autokernel_hf.errors import ToolMissingError, last_words
 from autokernel_hf.progress import Silent
-from autokernel_hf.records import Evaluation, ModelSpec, PulledModel
+from autokernel_hf.records import Evaluation, ModelSpec, Proposal, PulledModel
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
@@ -240,6 +240,32 @@ def test_verbs_of_a_coding_agent_read_a_run(run_dir: Path) -> None:
     assert best["speedup_vs_eager"] == pytest.approx(document["speedup_vs_eager"])
     rows = json.loads(invoke("ledger", "--run", str(run_dir), "--json")[1])["experiments"]
     assert [r["experiment"] for r in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_context_tells_the_best_of_other_kinds(run_dir: Path) -> None:
+    """kMode is what chooses the algorithm in these candidates."""
+    with Run.open(run_dir) as run:  # one that is slower now, and not hopeless
+        search = Search(
+            target(), [starter()], run=run, judge=KnownJudge(), decide=decide, diagnose=diagnose,
+            limits=Limits(), progress=Silent(),
+        )  # fmt: skip
+        source = tunables.substitute(run.incumbent("rmsnorm").source, {"kMode": 2})  # type: ignore[union-attr]
+        candidate = starter().model_copy(update={"source": source})
+        proposal = Proposal(source=source, rationale="mode 2", tunables=tunables.values(source))
+        slower = search.experiment(candidate, proposal)
+        assert slower.decision == "revert"
+    document = json.loads(invoke("context", "--run", str(run_dir), "--json")[1])
+    rows = json.loads(invoke("ledger", "--run", str(run_dir), "--json")[1])["experiments"]
+    modes = {r["experiment"]: r["tunables"]["kMode"] for r in rows}
+    present = int(re.search(r"kMode = (\d)", document["source"])[1])
+    told = {a["experiment"]: a for a in document["alternatives"]}
+    assert slower.experiment in told and present not in {modes[number] for number in told}
+    assert document["since_improvement"] >= 1
+    assert all(a["speedup_vs_eager"] < document["speedup_vs_eager"] for a in told.values())
+    text = invoke("context", "--run", str(run_dir))[1]
+    assert "The best of other kinds" in text
+    for number, other in told.items():
+        assert f"- #{number} cpp" in text and f"git show {other['commit'][:12]}" in text
 
 
 def test_try_refuses_a_file_for_another_type_and_a_spent_budget(run_dir: Path, tmp_path: Path) -> None:
