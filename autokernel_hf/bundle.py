@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autokernel_hf import card, packages, variant
+from autokernel_hf import card, card_plot, packages, variant
 from autokernel_hf.build import build
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
 from autokernel_hf.export_hf import (
@@ -138,6 +138,7 @@ def write_bundle_card(
         )
         for part in _ordered(parts)
     ]
+    card_plot.draw(card.plot_rows(facts), folder / card_plot.PLOT)
     path = folder / "README.md"
     write_atomically(path, card.render_bundle(facts))
     path.chmod(0o644)

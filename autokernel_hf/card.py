@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jinja2
 
-from autokernel_hf import contract, packages
+from autokernel_hf import card_plot, contract, packages
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels.base import KernelType
 from autokernel_hf.records import (
@@ -109,6 +109,7 @@ def render(facts: Facts) -> str:
         domain=contract.check(facts.candidate, kernel_type).text,
         measured=_measured(facts.evaluation),
         measured_how=_measured_how(facts.evaluation) if facts.evaluation is not None else "",
+        plot=card_plot.PLOT if card_plot.rows_of(facts.evaluation) else "",
         why_not_measured=_why_not_measured(facts),
         numerics=list(_numerics(facts, kernel_type)),
         limits=list(_limits(facts, variants)),
@@ -132,6 +133,7 @@ def render_bundle(parts: Sequence[Facts]) -> str:
         variant_table=_table(("variant", "device"), [_variant_row(v, first)[:2] for v in variants]),
         kernels=[_bundle_part(facts) for facts in parts],
         measured=any(_measured(facts.evaluation) for facts in parts),
+        plot=card_plot.PLOT if plot_rows(parts) else "",
         limits=list(dict.fromkeys(line for facts in parts for line in _limits(facts, variants))),
         provenance_table=_table(
             ("", ""),
@@ -142,6 +144,11 @@ def render_bundle(parts: Sequence[Facts]) -> str:
             ),
         ),
     )
+
+
+def plot_rows(parts: Sequence[Facts]) -> list[card_plot.Row]:
+    """What the picture of a bundle shows."""
+    return [row for f in parts for row in card_plot.rows_of(f.evaluation, f.candidate.kernel_type)]
 
 
 # What a bundle's card tells of each kernel, and not of all together.

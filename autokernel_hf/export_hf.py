@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
-from autokernel_hf import card, packages
+from autokernel_hf import card, card_plot, packages
 from autokernel_hf.build import build
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
 from autokernel_hf.progress import NOTE
@@ -318,6 +318,7 @@ def write_card(
             commit=commit,
         )
     )
+    card_plot.draw(card_plot.rows_of(evaluation), folder / card_plot.PLOT)
     path = folder / "README.md"
     write_atomically(path, text)
     path.chmod(0o644)

@@ -45,7 +45,7 @@ from autokernel_hf.records import Package, Published, Site
 logger = logging.getLogger(__name__)
 
 # What a package keeps beside its builds; on the Hub it stands on the main branch with the card.
-SOURCE_FOLDERS = ("torch-ext", "src", "sources", "tests", "benchmarks")
+SOURCE_FOLDERS = ("torch-ext", "src", "sources", "tests", "benchmarks", "media")
 SOURCE_FILES = ("README.md", "build.toml")
 
 

@@ -1,6 +1,6 @@
 """The Kernel Hub's package format: names, variants, metadata, digests, and what must not be inside.
 
-    <package>/README.md                          the card
+    <package>/README.md                          the card, and media/ with its picture
     <package>/build/<variant>/metadata.json      who this variant is
     <package>/build/<variant>/__init__.py        imported under `metadata.id`, whatever the folder is called
 

@@ -403,6 +403,32 @@ VERIFICATION = Verification(
 )
 
 
+def test_the_cards_picture_shows_every_contender_and_is_the_same_each_time(
+    built: Built, tmp_path: Path
+) -> None:
+    source = candidate("rmsnorm", "cpp")
+    pictures = []
+    for place in ("first", "second"):
+        package = stage(built, candidate=source, name="card-norm", out=tmp_path / place)
+        text = write_card(
+            package, candidate=source, built=built, evaluation=EVALUATION, profile=PROFILE
+        ).read_text()
+        assert "(media/measured.svg)" in text
+        pictures.append((Path(package.path) / "media" / "measured.svg").read_bytes())
+    assert pictures[0] == pictures[1]
+    picture = pictures[0].decode()
+    # 678.7 us of eager torch over 246.8 us of the fused op; the kernel's own ratio is the paired one.
+    for shown in ("1024x768,768 float32", "this kernel", "F.rms_norm", "5.50", "2.75"):
+        assert shown in picture, shown
+
+
+def test_a_card_without_figures_has_no_picture(built: Built, tmp_path: Path) -> None:
+    source = candidate("rmsnorm", "cpp")
+    package = stage(built, candidate=source, name="card-norm", out=tmp_path)
+    assert "measured.svg" not in write_card(package, candidate=source, built=built).read_text()
+    assert not (Path(package.path) / "media").exists()
+
+
 def test_the_card_tells_the_records_and_nothing_else(built: Built, tmp_path: Path) -> None:
     source = candidate("rmsnorm", "cpp")
     package = stage(built, candidate=source, name="card-norm", license="MIT", out=tmp_path)
