@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
-from autokernel_hf.judge import audit, graphs, messages, sandbox, triton_seed, turn
+from autokernel_hf.judge import audit, graphs, messages, precompile, sandbox, triton_seed, turn
 from autokernel_hf.judge.arena import POISON, Arena, Slot, same_bits
 from autokernel_hf.judge.bands import Bands
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
@@ -185,8 +185,10 @@ class _Worker:
         return {"replaced": self.watch.replaced() if self.watch is not None else []}
 
     def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make calls in several threads: Triton compiles outside of the interpreter's lock for most of the time."""
+        """Make calls in several threads, after copies of this process have compiled what they need."""
         assert self.arena is not None and self.function is not None
+        if self.kernel_fn is not None and self.arena.memory.device.type == "cuda":
+            self._compile_apart(request["calls"])
         function, stream = self.function, self.stream
 
         def call(args: list[list[Any]]) -> None:
@@ -199,6 +201,21 @@ class _Worker:
         if self.arena.memory.device.type == "cuda":
             torch.cuda.synchronize()
         return {}
+
+    def _compile_apart(self, calls: list[precompile.Call]) -> None:
+        """Have what calls need compiled side by side; without it the calls compile themselves."""
+        assert self.kernel_fn is not None
+        processes = precompile.processes_for(len(calls))
+        if not processes:
+            return
+        from triton.runtime import driver
+
+        try:
+            still = precompile.StillDriver.like(driver.active)
+        except Exception:  # noqa: BLE001 - another version of Triton may name things otherwise; only time is lost
+            traceback.print_exc()
+            return
+        precompile.side_by_side(self.kernel_fn, calls, still, processes, close=self.channel.fileno())
 
     def do_call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call once, and copy the outputs to their slots; before that once between guard bands, where asked to."""

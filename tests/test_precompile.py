@@ -1,0 +1,84 @@
+"""Variants of a Triton candidate compiled by copies of a process, which touch no device."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autokernel_hf.judge import precompile, sandbox
+from autokernel_hf.judge.cases import Scope, cases_of
+from autokernel_hf.judge.remote import _wire
+from autokernel_hf.judge.stages import place
+from autokernel_hf.kernels import kernel_type
+from autokernel_hf.variant import Domain
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import importlib.util, json, socket, sys
+from triton.backends.compiler import GPUTarget
+from autokernel_hf.judge import precompile, sandbox
+
+calls, processes = json.loads(sys.argv[1]), int(sys.argv[2])
+spec = importlib.util.spec_from_file_location("op", "autokernel_hf/kernels/triton/rmsnorm.py")
+op = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(op)
+driver = precompile.StillDriver(GPUTarget("cuda", 90, 32), precompile._Utils({"max_shared_mem": 232448}), None)
+precompile.side_by_side(op.kernel_fn, calls, driver, processes, close=socket.socket().detach())
+"""
+
+
+def edge_calls(count: int) -> list[Any]:
+    """Calls of rmsnorm in unlike layouts."""
+    found = kernel_type("rmsnorm")
+    scope = Scope(kernel_type=found, workloads=(), dtypes=("float16",))
+    cases = cases_of("edges", scope, Domain(dtypes=found.dtypes, values={}))
+    return [_wire(place(case.workload, ()).arguments) for case in cases[-count:]]
+
+
+def test_copies_compile_what_the_calls_need_into_one_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    calls = edge_calls(6)
+    kernels = []
+    for processes in (2, 1):
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(calls), str(processes)],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+        )
+        kernels.append(sorted(path.parent.name for path in tmp_path.rglob("*.cubin")))
+    assert len(kernels[0]) >= 3
+    assert kernels[1] == kernels[0], "the second time nothing was left to compile"
+
+
+def test_a_copy_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "_LONGEST_S", 0.3)
+    monkeypatch.setattr(precompile, "compile_calls", lambda *_: time.sleep(60))
+    ours, theirs = socket.socketpair()
+    driver = precompile.StillDriver(None, precompile._Utils({}), None)
+    began = time.monotonic()
+    precompile.side_by_side(lambda: None, [], driver, 2, close=theirs.fileno())
+    assert time.monotonic() - began < 5
+    theirs.close()
+    assert ours.recv(1) == b"", "no copy holds the channel"
+
+
+def test_few_calls_or_little_memory_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "resident_bytes", lambda pid: 1 << 30)
+    monkeypatch.setattr(precompile, "free_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(sandbox, "ALL_CPUS", set(range(16)))
+    assert precompile.processes_for(60) == 8
+    assert precompile.processes_for(3) == 0
+    assert precompile.processes_for(12) == 3
+    monkeypatch.setattr(precompile, "free_bytes", lambda: 8 << 30)
+    assert precompile.processes_for(60) == 2
