@@ -195,6 +195,8 @@ def main(descriptor: str, device: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=int(descriptor))
     _preload()
+    if device == "cuda":
+        triton_seed.preload()
     walls = {builder: confine.walls(os.environ, builder=builder) for builder in (False, True)}
     # Wardens are nobody's concern here: each tells by itself how its child ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

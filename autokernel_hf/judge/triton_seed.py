@@ -1,4 +1,4 @@
-"""What Triton builds once for a machine, so that not every child builds it again.
+"""What Triton builds once for a machine, or does once a process, so that not every child does it again.
 
 Each child compiles into a folder of its own: what one candidate has left there must not reach another. But the module by
 which Triton talks to the driver is the same for all, and takes a compiler a second. A builder, which never runs a
@@ -7,6 +7,7 @@ candidate, makes it and keeps it in the build cache; a child starts with a copy.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -18,6 +19,22 @@ from pathlib import Path
 from autokernel_hf.cache import cache_root, folder_once
 
 log = logging.getLogger(__name__)
+
+
+def preload() -> None:
+    """In the process that children are forked from: what Triton does before the first kernel that a process compiles.
+
+    It imports its compiler, and hashes all of its own files, half a gigabyte, for the key of its cache.
+    """
+    try:
+        importlib.import_module("triton.compiler.code_generator")
+        for name in ("triton.runtime.cache", "triton.compiler.compiler"):  # from version to version
+            key = getattr(importlib.import_module(name), "triton_key", None)
+            if key is not None:
+                key()
+                return
+    except ImportError as error:
+        log.info("Triton's compiler is not here to be imported ahead: %s", error)
 
 
 def folder() -> Path | None:
