@@ -26,7 +26,6 @@ from autokernel_hf.kernels.base import DTYPES, materialize
 from autokernel_hf.records import TensorSpec
 
 _MOST_PROCESSES = 8
-_CALLS_EACH = 4  # of fewer calls a copy would cost more than it saves
 _MEMORY_SHARE = 0.3  # of what is free, that copies may seem to take
 _LONGEST_S = 60.0
 _POLL_S = 0.01
@@ -70,7 +69,7 @@ def processes_for(calls: int) -> int:
     """How many copies are worth it for so many calls, with the cores and the memory that there are; 0 for none."""
     room = int(_MEMORY_SHARE * free_bytes()) // max(resident_bytes(os.getpid()), 1)
     cores = len(sandbox.ALL_CPUS) or 1
-    count = min(_MOST_PROCESSES, cores, calls // _CALLS_EACH, room)
+    count = min(_MOST_PROCESSES, cores, calls, room)
     return count if count > 1 else 0
 
 
