@@ -53,7 +53,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path | None:
     names = list(dict.fromkeys(name for row in rows for name in row.ratios))
     bars = sum(len(row.ratios) for row in rows)
     with matplotlib.rc_context({"svg.hashsalt": "autokernel_hf", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(8, 1.0 + 0.24 * bars + 0.14 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(8, 1.3 + 0.24 * bars + 0.14 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
         at, middles, seen = 0.0, [], set[str]()
         for row in rows:
@@ -83,7 +83,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path | None:
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel("times as fast as eager torch (with the kernel's 95 % interval)")
-        axes.legend(loc="lower right", fontsize=8)
+        figure.legend(loc="outside upper center", ncols=min(len(names), 5), fontsize=8, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     path.chmod(0o644)
