@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +12,14 @@ import torch
 
 from autokernel_hf.build import build, load
 from autokernel_hf.candidates import read_candidate
-from autokernel_hf.errors import CandidateError
+from autokernel_hf.errors import CandidateError, DeviceError
 from autokernel_hf.judge import l2, telemetry, timing
+from autokernel_hf.judge.arena import Arena, Pool
 from autokernel_hf.judge.bands import Bands
-from autokernel_hf.judge.remote import Failed
+from autokernel_hf.judge.cases import Scope
+from autokernel_hf.judge.referee import Referee
+from autokernel_hf.judge.remote import Child, Failed
+from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.turn import Times
 from autokernel_hf.kernels import kernel_type, kernel_types
 from autokernel_hf.kernels.base import make_inputs
@@ -228,6 +233,75 @@ def test_compile_with_graphs_is_a_peer_of_its_own_and_of_a_gpu_only(name: str) -
     workload = found.build(axes, "float32", options)
     graphs = next(peer for peer in found.peers if peer.name == "compile_cudagraphs")
     assert graphs.make(workload, CPU) is None
+
+
+# --- an arena that is lent --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server(interpret=False, device="cpu")
+    yield server
+    server.close()
+
+
+def opened(server: Server, pool: Pool) -> Child:
+    spawned = server.spawn(isolate=True) or server.spawn(isolate=False)
+    assert spawned is not None
+    child = Child(spawned, pool, device="cpu", timeout_s=10)
+    child.open()
+    return child
+
+
+def test_a_child_works_on_in_its_own_arena_after_one_was_lent(server: Server) -> None:
+    pool, large = Pool(1 << 16, CPU), Arena.create(1 << 20, CPU)
+    child = opened(server, pool)
+    own = child.arena
+    with child.lent(large):
+        assert child.arena is large and child.noop() > 0
+    assert child.arena is own and child.noop() > 0
+    with pytest.raises(Failed), child.lent(large):
+        raise Failed("out_of_memory", "ran out of memory")
+    assert not child.ended and child.arena is own and child.noop() > 0
+    with pytest.raises(Failed), child.lent(large):
+        raise Failed("incorrect", "was wrong")
+    assert child.ended and child.arena is own
+    assert pool.take() is own
+
+
+def test_a_child_that_ends_with_a_lent_arena_gives_back_its_own(server: Server) -> None:
+    pool = Pool(1 << 16, CPU)
+    child = opened(server, pool)
+    own = child.arena
+    with (
+        pytest.raises(Failed, match="ended before it returned") as caught,
+        child.lent(Arena.create(1 << 20, CPU)),
+    ):
+        child.spawned.kill()
+        child.noop()
+    assert caught.value.status == "crashed"
+    assert pool.take() is own
+
+
+# --- a GPU whose memory others hold -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("free_gb", "taken"), [(1.0, True), (100.0, False)])
+def test_memory_that_others_hold_is_no_verdict(
+    free_gb: float, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gb * 1e9), int(140e9)))
+    judging = object.__new__(Referee)
+    judging.device = torch.device("cuda", 0)
+    judging.scope = Scope(kernel_type=RMS, workloads=(rms(4096, 4096),), dtypes=("float32",))
+    if not taken:
+        judging._must_have_memory()
+        return
+    with pytest.raises(
+        DeviceError, match=r"Other processes hold the memory of this GPU: 1.0 of 140.0 GB are free"
+    ):
+        judging._must_have_memory()
 
 
 # --- what is near -----------------------------------------------------------------------------------------------------

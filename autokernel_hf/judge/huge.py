@@ -22,8 +22,8 @@ from autokernel_hf.records import Workload
 from autokernel_hf.variant import Domain
 
 _ROWS = 1024  # that are drawn
-# The arena, the child's own output, and what is copied and compared on the way.
-_MEMORY_FACTOR = 3.0
+# The arena, the child's own output, and what is copied and compared on the way; and so much of all memory is left to others.
+_MEMORY_FACTOR, _LEFT_SHARE = 3.0, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +53,16 @@ def fits(huge: Huge, kernel_type: KernelType, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     specs = [*(spec for _, spec in huge.workload.tensors), *outputs_of(kernel_type, huge.workload)]
-    free, _ = torch.cuda.mem_get_info(device)
-    return bool(free >= _MEMORY_FACTOR * sum(extent(spec) for spec in specs))
+    free, total = torch.cuda.mem_get_info(device)
+    return bool(free - _LEFT_SHARE * total >= _MEMORY_FACTOR * sum(extent(spec) for spec in specs))
 
 
 def run(child: Child, kernel_type: KernelType, huge: Huge, seed: int, device: torch.device) -> None:
     """Run the call.
 
     Raises:
-        StageFailed: The candidate did not pass it.
+        StageFailed: The candidate did not pass it; `out_of_memory` may be another process's doing.
+        OutOfMemoryError: torch's: the memory that was free is not any more.
     """
     placed = place(huge.workload, outputs_of(kernel_type, huge.workload))
     arena = Arena.create(placed.end, device)

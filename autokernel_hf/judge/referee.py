@@ -51,6 +51,8 @@ from autokernel_hf.records import (
 )
 from autokernel_hf.variant import Domain
 
+# What judging needs of a GPU: so many times the tensors of its largest call, and some processes' contexts.
+_MEMORY_FACTOR, _CONTEXTS_BYTES = 20.0, 2 << 30
 _STILL_WORKING_S = 2.0  # the spinning of an OpenMP pool ends long before
 
 
@@ -180,6 +182,7 @@ class Referee:
         """Do what the orchestrator asks.
 
         Raises:
+            DeviceError: The GPU is sick, or others hold its memory.
             UsageError: The calls to be judged do not fit in memory.
         """
         try:
@@ -188,6 +191,7 @@ class Referee:
             # The referee's own: a candidate's is its verdict.
             if not isinstance(error, MemoryError) and not any(w in str(error) for w in MEMORY_WORDS):
                 raise
+            self._must_have_memory()
             largest = max(self.scope.workloads, key=lambda w: tensor_bytes(w))
             raise UsageError(
                 f"{largest.label} ({largest.shape}, {largest.dtype}) does not fit in memory with its float64 oracle: "
@@ -242,11 +246,14 @@ class Referee:
                 child.end()
         if status in ("crashed", "timeout", "out_of_memory"):
             self._probe_device()
+        if status == "out_of_memory":
+            self._must_have_memory()
         return sheet.evaluation(status, reason)
 
     def prepare(self) -> None:
         """What can be done for the next candidate while nobody waits."""
         if self.device.type == "cuda" and self.crew is not None:
+            torch.cuda.empty_cache()  # what the oracle took in float64 is others' to use
             self.crew.prepare()
 
     def _judge(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> str:
@@ -347,12 +354,25 @@ class Referee:
             StageFailed: It is wrong there.
         """
         call = huge.call_of(self.scope, domain)
-        if call is None or not huge.fits(call, self.kernel_type, self.device):
+        if call is None or self.device.type != "cuda":
             sheet.notes = indices.notes_on(candidate)
             return
-        sheet.stages["edges"] = "failed"
-        with sheet.phase("huge"):
-            huge.run(child, self.kernel_type, call, self.bench.seeds.next(), self.device)
+        # One at a time on a device: what is free is free for one.
+        with sheet.phase("huge"), gpu.device_lock(self.device):
+            if not huge.fits(call, self.kernel_type, self.device):
+                sheet.notes = indices.notes_on(candidate)
+                return
+            sheet.stages["edges"] = "failed"
+            try:
+                huge.run(child, self.kernel_type, call, self.bench.seeds.next(), self.device)
+            except (StageFailed, torch.OutOfMemoryError) as failed:
+                if isinstance(failed, StageFailed) and failed.status != "out_of_memory":
+                    raise
+                # It has its memory for every other call; somebody else may have taken what was free for this one.
+                sheet.notes = (
+                    f"{call.workload.label} ({call.workload.dtype}) did not fit in memory when it was to be run.",
+                    *indices.notes_on(candidate),
+                )
         sheet.stages["edges"] = "passed"
 
     def _warm(self, child: Child, workloads: Sequence[Workload]) -> None:
@@ -430,6 +450,24 @@ class Referee:
                 "eager_hot_us": eager.hot_us,
                 "eager_graph_us": eager.graph_us,
             }
+
+    def _must_have_memory(self) -> None:
+        """After a want of memory: is it the candidate's, or has another process taken the GPU's?
+
+        Raises:
+            DeviceError: Another has: no verdict on a candidate can be had from it.
+        """
+        if self.device.type != "cuda":
+            return
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        needed = _MEMORY_FACTOR * max(tensor_bytes(w) for w in self.scope.workloads) + _CONTEXTS_BYTES
+        if free < needed <= total / 2:
+            raise DeviceError(
+                f"Other processes hold the memory of this GPU: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free, where "
+                f"judging needs {needed / 1e9:.1f} GB.",
+                remedy="End them or wait for them, or name another GPU with --device cuda:N.",
+            )
 
     def _probe_device(self) -> None:
         """After a crash: is the device still sane?

@@ -153,13 +153,12 @@ class Child(Process):
 
     def __init__(self, spawned: Spawned, pool: Pool, *, device: str, timeout_s: float) -> None:
         super().__init__(spawned, timeout_s=timeout_s)
+        # Its CUDA starts while this process may still be starting its own; `open` takes the answer.
         self._wakes = device.startswith("cuda")
-        if (
-            self._wakes
-        ):  # its CUDA starts while this process may still be starting its own; `open` takes the answer
+        if self._wakes:
             with contextlib.suppress(messages.PeerGone):  # `open` will find out
                 messages.send(spawned.channel, {"op": "wake", "device": device})
-        self.arena = pool.take()
+        self.arena = self._own_arena = pool.take()
         self.granted_bytes = self.arena.nbytes if self.arena.memory.device.type == "cpu" else 0
         self._pool = pool
 
@@ -167,6 +166,7 @@ class Child(Process):
         """End it with all that it started, and put its arena back."""
         if not self.ended:
             super().end()
+            self.arena = self._own_arena
             self._pool.give(self.arena)
 
     def open(self) -> None:
@@ -190,26 +190,29 @@ class Child(Process):
 
     @contextlib.contextmanager
     def lent(self, arena: Arena) -> Iterator[None]:
-        """Give it another arena for a while. It is ended if anything fails in between.
+        """Give it another arena for a while. It is ended if anything fails in between, but for want of memory.
 
         Raises:
             Failed: It cannot open it.
         """
-        own, self.arena = self.arena, arena
+        try:
+            self._take_over(arena)
+            yield
+        except BaseException as error:
+            if self.ended or not isinstance(error, Failed) or error.status != "out_of_memory":
+                self.end()
+                raise
+            self._take_over(self._own_arena)
+            raise
+        self._take_over(self._own_arena)
+
+    def _take_over(self, arena: Arena) -> None:
+        self.arena = arena
         try:
             self._hand_over()
-            self._receive(self.timeout_s)
-            yield
-            self.arena = own
-            self._hand_over()
-            self._receive(self.timeout_s)
         except messages.PeerGone:
-            self.arena = own
             raise self._gone() from None
-        except BaseException:
-            self.arena = own
-            self.end()
-            raise
+        self._receive(self.timeout_s)
 
     def _hand_over(self) -> None:
         messages.send(self.spawned.channel, {"op": "open", "handle": self.arena.handle()})
