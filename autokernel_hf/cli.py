@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autokernel_hf import _agent_commands as agent_commands
 from autokernel_hf import _render as render
 from autokernel_hf._console import fail, guarded
 from autokernel_hf._options import (
@@ -20,8 +21,6 @@ from autokernel_hf._options import (
     Device,
     Json,
     ModelOptions,
-    RunOption,
-    TargetOption,
     TrustRemoteCode,
     check_backend,
     check_device,
@@ -509,70 +508,11 @@ def report(
 
 # --- the verbs of an external coding agent ------------------------------------------------------------------------
 
-
-@app.command()
-def context(run: RunOption, target: TargetOption = None, json: Json = False, debug: Debug = False) -> None:
-    """What a coding agent needs to know before its next attempt."""
-    with guarded("context", json, debug) as console:
-        from autokernel_hf import agent_verbs
-
-        console.result(agent_verbs.context(run, target), agent_verbs.context_text)
-
-
-@app.command("try")
-def try_(
-    file: Annotated[Path, typer.Argument(help="The candidate: a .cpp, .cu or .py file.")],
-    note: Annotated[str, typer.Option(help="The hypothesis: what changed, and why it should be faster.")],
-    run: RunOption,
-    target: TargetOption = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Judge an attempt, keep or revert it, and record it; exit code 0 whatever the verdict."""
-    with guarded("try", json, debug) as console:
-        from autokernel_hf import agent_verbs
-
-        console.stage(f"Judging {file}")
-        console.result(agent_verbs.attempt(run, target, file, note, console), agent_verbs.attempt_text)
-
-
-@app.command()
-def best(run: RunOption, target: TargetOption = None, json: Json = False, debug: Debug = False) -> None:
-    """The best candidate of a target so far."""
-    with guarded("best", json, debug) as console:
-        from autokernel_hf import agent_verbs
-
-        document = agent_verbs.best(run, target)
-        console.result(document, lambda c, d: c.raw(str(d["source"])))
-
-
-@app.command()
-def ledger(run: RunOption, target: TargetOption = None, json: Json = False, debug: Debug = False) -> None:
-    """All experiments of a run."""
-    with guarded("ledger", json, debug) as console:
-        from autokernel_hf import agent_verbs
-
-        console.result(agent_verbs.ledger(run, target), agent_verbs.ledger_text)
-
-
-@skill_app.command("add")
-def skill_add(
-    claude: Annotated[bool, typer.Option("--claude", help="For Claude Code: ~/.claude/skills.")] = False,
-    codex: Annotated[bool, typer.Option("--codex", help="For Codex: ~/.codex/skills.")] = False,
-    dest: Annotated[Path | None, typer.Option(help="Another folder of skills.")] = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Install the agent skill."""
-    with guarded("skill add", json, debug) as console:
-        from autokernel_hf.skill import add_skill
-
-        chosen = [Path.home() / ".claude/skills"] * claude + [Path.home() / ".codex/skills"] * codex
-        chosen += [dest] if dest else []
-        if len(chosen) != 1:
-            raise UsageError("Name one place.", remedy="Use --claude, --codex or --dest DIR.")
-        path = add_skill(chosen[0])
-        console.result({"path": str(path)}, lambda c, d: c.line(d["path"]))
+app.command()(agent_commands.context)
+app.command("try")(agent_commands.try_)
+app.command()(agent_commands.best)
+app.command()(agent_commands.ledger)
+skill_app.command("add")(agent_commands.skill_add)
 
 
 # --- the machine --------------------------------------------------------------------------------------------------
