@@ -205,17 +205,16 @@ class _Worker:
     def _compile_apart(self, calls: list[precompile.Call]) -> None:
         """Have what calls need compiled side by side; without it the calls compile themselves."""
         assert self.kernel_fn is not None
-        processes = precompile.processes_for(len(calls))
-        if not processes:
-            return
         from triton.runtime import driver
 
         try:
-            still = precompile.StillDriver.like(driver.active)
+            processes = precompile.processes_for(len(calls))
+            still = precompile.StillDriver.like(driver.active) if processes else None
         except Exception:  # noqa: BLE001 - another version of Triton may name things otherwise; only time is lost
             traceback.print_exc()
             return
-        precompile.side_by_side(self.kernel_fn, calls, still, processes, close=self.channel.fileno())
+        if still is not None:
+            precompile.side_by_side(self.kernel_fn, calls, still, processes, close=self.channel.fileno())
 
     def do_call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call once, and copy the outputs to their slots; before that once between guard bands, where asked to."""
