@@ -56,6 +56,10 @@ def test_a_run_that_is_killed_at_a_write_and_again_goes_on(tmp_path: Path) -> No
     check(kill(tmp_path, "--sample", "14"), 14)
 
 
+def test_so_does_one_on_two_devices(tmp_path: Path) -> None:
+    check(kill(tmp_path, "--sample", "8", "--devices", "2"), 8)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_at_any_of_two_hundred_writes_and_again_goes_on(tmp_path: Path) -> None:
