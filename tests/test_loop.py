@@ -258,6 +258,20 @@ def test_what_a_run_asks_for_becomes_its_limits() -> None:
     assert pipeline.limits_of(asked) == Limits(max_experiments=7, max_seconds=20.0, speedup=2.5)
 
 
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_is_set_spends_no_budget(run: Run, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    real = time.time
+
+    class Jumping(KnownJudge):
+        def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation:
+            monkeypatch.setattr(time, "time", lambda: real() + jump * len(self.judged))
+            return super().evaluate(candidate, incumbent)
+
+    result, _ = search_of(run, Jumping(), max_experiments=4, max_seconds=300.0).run_all(Playbook())
+    assert result.experiments == 4
+    assert all(0.0 <= e.seconds < 100.0 for e in run.experiments())
+
+
 def with_gain(name: str, speedup: float) -> Target:
     return target().model_copy(update={"name": name, "attainable_speedup": speedup})
 
