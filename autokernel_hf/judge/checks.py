@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -237,9 +238,7 @@ def _sentence(output: Tensor, exact: Tensor, wrong: Tensor, tolerance: Tensor | 
         excess = excess / tolerance.clamp(min=1e-300)
     excess = torch.where(wrong, excess.nan_to_num(nan=math.inf), torch.full_like(excess, -1.0))
     flat = int(excess.argmax())
-    index = (
-        tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), output.shape)) if output.dim() else ()
-    )
+    index = index_of(flat, output.shape)
     got, want = output.double().reshape(-1)[flat].item(), exact.double().reshape(-1)[flat].item()
     bound = ""
     if tolerance is not None and math.isfinite(want):
@@ -247,6 +246,11 @@ def _sentence(output: Tensor, exact: Tensor, wrong: Tensor, tolerance: Tensor | 
     where = f"element {index}" if index else "the value"
     count = int(wrong.sum())
     return f"{where} is {got:.6g}, expected {want:.6g}{bound}; {count} of {wrong.numel()} elements are wrong"
+
+
+def index_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Where an element lies, from its number. Not `torch.unravel_index`, whose first call imports sympy, in seconds."""
+    return tuple(int(i) for i in np.unravel_index(flat, tuple(shape))) if len(shape) else ()
 
 
 def check_form(

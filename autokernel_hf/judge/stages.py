@@ -206,7 +206,7 @@ def _must_notice(
     if not first.numel() or not first.is_floating_point():
         return
     place = secrets.randbelow(first.numel())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), first.shape))
+    index = checks.index_of(place, first.shape)
     old = float(first[index])
     new = torch.tensor(-2.0 * old - 1.0 if math.isfinite(old) else 1.0).to(first.dtype).to(first.device)
     child.arena.view(slot)[index] = new
