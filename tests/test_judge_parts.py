@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -318,3 +320,24 @@ def test_an_output_too_large_to_keep_is_compared_in_parts(monkeypatch: pytest.Mo
                 output = wanted.clone()
                 output[row, 5] += off
                 assert near.holds(output) == (off < 1.0)
+
+
+# --- what a session need not wait for ---------------------------------------------------------------------------------
+
+
+def test_telling_a_wrong_element_imports_nothing() -> None:
+    """Functions of torch that import sympy, or its compiler, at their first call cost each session seconds."""
+    program = (
+        "import sys\n"
+        "from autokernel_hf.judge import checks\n"
+        "from autokernel_hf.kernels import kernel_type\n"
+        "from autokernel_hf.kernels.base import make_inputs\n"
+        "found = kernel_type('rmsnorm')\n"
+        "workload = found.build({'M': 4, 'N': 64}, 'float32', {})\n"
+        "before = set(sys.modules)\n"
+        "calls = tuple(make_inputs(found, workload, seed) for seed in (1, 2))\n"
+        "assert checks.admit(found, workload, calls) == ()\n"
+        "print(sorted(m for m in set(sys.modules) - before if m.partition('.')[0] in ('sympy', 'mpmath', 'torch')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
