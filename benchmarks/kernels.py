@@ -10,6 +10,7 @@ with the L2 cache overwritten before it and the host far enough ahead that launc
 part in every round: a copy of the bytes that the type must move (a read, where next to nothing is written). What is told
 are medians, and the median of the ratios to the yardstick within a round, with its bootstrap interval at 95 %.
 
+What compiles at a first call does so beforehand, in a process for each type, all at once; nothing is timed meanwhile.
 The first pass goes without torch.compile, whose tuning may take longer than everything else; the second repeats the
 shapes of the published table with it, as long as the budget lasts. CUDA graphs save launches, which are no part of these
 times, so torch.compile goes without them. The host's time of a call is told beside the device's.
@@ -59,6 +60,7 @@ ROUNDS = 40
 WARM_CALLS = 3
 HEAD_START_CYCLES = 500_000  # some 250 us, in which the host queues a call
 COMPILE_S = 40.0
+GRACE_S = 10.0  # that a worker may take beyond its deadline
 
 Shape = tuple[Mapping[str, int], Mapping[str, Scalar]]
 Call = Callable[..., Any]
@@ -80,13 +82,13 @@ def losses(*shapes: tuple[int, int], **options: Scalar) -> list[Shape]:
 TABLE: dict[str, list[Shape]] = {
     "rmsnorm": rows((4096, 4096), (8192, 8192), (32768, 4096), (512, 2048)),
     "layernorm": rows((4096, 4096), (8192, 8192), (8192, 768)),
-    "softmax": rows((4096, 4096), (8192, 8192), (4096, 50257), (32768, 1024)),
     "add_norm": rows((4096, 4096), (8192, 8192), (512, 2048)) + rows((8192, 768), kind="layer"),
-    "activation": rows((4096, 11008), kind="silu") + rows((16384, 8192), kind="gelu_tanh"),
     "gated_activation": rows((4096, 11008), (512, 8192), kind="silu"),
-    "cross_entropy": losses((4096, 32000), (8192, 50257), (4096, 128256)),
+    "activation": rows((4096, 11008), kind="silu") + rows((16384, 8192), kind="gelu_tanh"),
     "reduce": rows((4096, 4096), (8192, 8192), (64, 1048576)),
     "rotary_embedding": heads((1, 32, 8, 2048, 128), (8, 32, 8, 4096, 128)),
+    "softmax": rows((4096, 4096), (8192, 8192), (4096, 50257), (32768, 1024)),
+    "cross_entropy": losses((4096, 32000), (8192, 50257), (4096, 128256)),
 }
 # Rows from 128 to 131072, odd lengths, other dimensions and options, sizes of a decoding step.
 MORE: dict[str, list[Shape]] = {
@@ -197,7 +199,16 @@ def read_kernel(x_ptr, out_ptr, words, WORDS: tl.constexpr):  # type: ignore[no-
     tl.store(out_ptr + tl.program_id(0), tl.max(x, 0))
 
 
-READ_TILES = ((2048, 1), (4096, 1), (4096, 2), (8192, 2), (8192, 4), (16384, 4), (16384, 8), (32768, 8))  # bytes and warps of a program
+READ_TILES = (
+    (2048, 1),
+    (4096, 1),
+    (4096, 2),
+    (8192, 2),
+    (8192, 4),
+    (16384, 4),
+    (16384, 8),
+    (32768, 8),
+)  # bytes and warps of a program
 
 
 def make_read(count: float) -> list[Call]:
@@ -306,12 +317,16 @@ def measure(
     broken: Mapping[str, str],
     options: argparse.Namespace,
     with_compile: bool,
+    before: Row | None,
 ) -> Row:
     args = inputs_on_gpu(workload, kind)
     contenders: dict[str, Call] = {}
     missing, wrong = dict(broken), {}
-    expected = expect(kind, workload, args)
-    for name, call in ours.items():
+    if before is not None:  # checked then
+        missing, wrong = before.missing, before.wrong
+        contenders = {n: call for n, call in ours.items() if n in before.contenders}
+    expected = expect(kind, workload, args) if before is None else None
+    for name, call in ours.items() if before is None else ():
         try:
             problem = problem_of(call, kind, workload, args, expected)
         except NotImplementedError as error:
@@ -452,6 +467,28 @@ def work(options: argparse.Namespace) -> None:
     (options.folder / CURRENT).unlink(missing_ok=True)
 
 
+def warm(options: argparse.Namespace) -> None:
+    """Build and call once all that a type's measurements will call, so that their compilers have done their work."""
+    (name,) = options.types
+    calls, _ = built(sources_of(options), options.jobs)
+    kind = kernel_type(name)
+    for workload, _ in workloads_of(kind, options.table):
+        peers = [peer for peer in kind.peers if not options.no_peers and not peer.name.startswith("compile")]
+        made = [peer.make(workload, torch.device("cuda")) for peer in peers]
+        args = inputs_on_gpu(workload, kind)
+        for call in (*calls.get(name, {}).values(), *filter(None, made)):
+            try:
+                with torch.no_grad():
+                    call(**args)
+                    torch.cuda.synchronize()
+            except Exception as error:  # noqa: BLE001
+                print(f"{name} {workload.label}: {text_of(error)[:200]}", file=sys.stderr)
+                if "CUDA error" in str(error):
+                    return  # the context is gone; the measurement will tell
+        del args
+        torch.cuda.empty_cache()
+
+
 def wanted(folder: Path, name: str, with_compile: bool) -> bool:
     path = results_file(folder, name)
     if not path.exists():
@@ -474,7 +511,9 @@ def measure_type(
     for workload, in_table in workloads_of(kind, options.table or with_compile):
         if time.time() > until:
             break
-        row = measure(kind, workload, in_table, ours, broken, options, with_compile)
+        row = measure(
+            kind, workload, in_table, ours, broken, options, with_compile, found.get(workload.label)
+        )
         # A second look that brought no torch.compile brings nothing new but the reason.
         if with_compile and "compile" not in row.contenders and row.label in found:
             row = found[row.label].model_copy(update={"missing": row.missing})
@@ -488,7 +527,7 @@ def measure_type(
 # --- the parent -----------------------------------------------------------------------------------------------------
 
 
-def run_workers(options: argparse.Namespace) -> None:
+def run_workers(options: argparse.Namespace, save: Callable[[], object]) -> None:
     """As many workers as it takes: one that dies leaves its type's error, and the next goes on."""
     command = [
         sys.executable,
@@ -503,12 +542,16 @@ def run_workers(options: argparse.Namespace) -> None:
             return
         with tempfile.TemporaryFile("w+") as log:
             worker = subprocess.Popen(command, stderr=log, start_new_session=True)
-            try:
-                code: int | str = worker.wait(timeout=max(1.0, options.deadline + 15 - time.time()))
-            except subprocess.TimeoutExpired:
-                os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
-                code = "stopped at the end of its time"
+            code: int | str | None = None
+            while code is None:
+                try:
+                    code = worker.wait(timeout=4)
+                except subprocess.TimeoutExpired:
+                    save()
+                    if time.time() > options.deadline + GRACE_S:
+                        os.killpg(worker.pid, signal.SIGKILL)
+                        worker.wait()
+                        code = "stopped at the end of its time"
             log.seek(0)
             told = log.read()[-1500:]
         current = options.folder / CURRENT
@@ -520,6 +563,22 @@ def run_workers(options: argparse.Namespace) -> None:
         path = results_file(options.folder, name)
         before = Results.load(path) if path.exists() else Results()
         before.model_copy(update={"errors": {name: f"{code}: {told}"}}).save(path)
+
+
+def run_warm(options: argparse.Namespace) -> None:
+    """A process for each type, until all are done or their time is up."""
+    until = time.time() + options.warm
+    base = [sys.executable, *sys.argv, "--folder", str(options.folder), "--jobs", "3"]
+    workers = [
+        subprocess.Popen([*base, "--warm-type", name], stdout=subprocess.DEVNULL, start_new_session=True)
+        for name in options.types
+    ]
+    for worker in workers:
+        try:
+            worker.wait(timeout=max(0.1, until - time.time()))
+        except subprocess.TimeoutExpired:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
 
 
 def merged(options: argparse.Namespace) -> Results:
@@ -562,8 +621,12 @@ def main() -> int:
     parser.add_argument("--no-starters", action="store_true", help="only the files of --candidate")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--warm", type=float, default=60.0, help="seconds for compiling beforehand; 0 for none"
+    )
     parser.add_argument("--jobs", type=int, default=12, help="sources built at a time")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--warm-type", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.types = [n for n in options.only.split(",") if n] or list(TABLE)
@@ -571,6 +634,10 @@ def main() -> int:
     unknown = set(options.types) - set(TABLE)
     if unknown:
         parser.error(f"no memory-bound kernel type: {', '.join(sorted(unknown))}")
+    if options.warm_type is not None:
+        options.types = [options.warm_type]
+        warm(options)
+        return 0
     if options.folder is not None:
         work(options)
         return 0
@@ -582,26 +649,35 @@ def main() -> int:
     except AutokernelError as error:
         print(error, file=sys.stderr)
         return 1
+
+    def save() -> Report:
+        results = merged(options)
+        reached = {row.kernel_type for row in results.rows}
+        report = Report(
+            device=device,
+            driver=device.driver,
+            date=device.date,
+            copy_tb_s=round(ceilings.copy_gb_s / 1e3, 3),
+            read_tb_s=round(ceilings.read_gb_s / 1e3, 3),
+            launch_us=round(ceilings.launch_us, 3),
+            liger=_version("liger-kernel"),
+            command=" ".join(["benchmarks/kernels.py", *sys.argv[1:]]),
+            seconds=round(time.time() - started, 1),
+            results=results,
+            not_reached=tuple(n for n in options.types if n not in reached),
+        )
+        report.save(options.out)
+        return report
+
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = Path(temporary)
-        options.deadline = started + options.budget - 15
-        run_workers(options)
-        results = merged(options)
-    reached = {row.kernel_type for row in results.rows}
-    report = Report(
-        device=device,
-        driver=device.driver,
-        date=device.date,
-        copy_tb_s=round(ceilings.copy_gb_s / 1e3, 3),
-        read_tb_s=round(ceilings.read_gb_s / 1e3, 3),
-        launch_us=round(ceilings.launch_us, 3),
-        liger=_version("liger-kernel"),
-        command=" ".join(["benchmarks/kernels.py", *sys.argv[1:]]),
-        seconds=round(time.time() - started, 1),
-        results=results,
-        not_reached=tuple(n for n in options.types if n not in reached),
-    )
-    report.save(options.out)
+        options.deadline = started + options.budget - GRACE_S - 6
+        if options.warm > 0:
+            run_warm(options)
+            print(f"compiled beforehand until {time.time() - started:.0f} s", flush=True)
+        run_workers(options, save)
+        report = save()
+    results = report.results
     print(
         f"copy {report.copy_tb_s} TB/s, read {report.read_tb_s} TB/s, launch {report.launch_us} us, {report.date}"
     )
