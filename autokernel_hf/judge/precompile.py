@@ -83,7 +83,10 @@ def side_by_side(
     """
     pids = []
     for i in range(processes):
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no more processes; what is not compiled here, the calls compile themselves
+            break
         if pid == 0:
             try:
                 sandbox.die_with_parent()

@@ -33,8 +33,8 @@ def preload() -> None:
             if key is not None:
                 key()
                 return
-    except ImportError as error:
-        log.info("Triton's compiler is not here to be imported ahead: %s", error)
+    except Exception as error:  # noqa: BLE001 - foreign code, and nothing but time is lost
+        log.info("Triton's compiler could not be imported ahead: %s", error)
 
 
 def folder() -> Path | None:
