@@ -98,6 +98,16 @@ def test_what_python_allocates_gets_bands_and_keeps_its_values(make: str) -> Non
     )
 
 
+def test_what_is_made_on_another_device_stays_there() -> None:
+    bands = Bands(CPU, None)
+    x = torch.ones(3)
+    with bands:
+        made = torch.empty(3, device="meta")
+        copied = x.to("meta")
+    assert made.device.type == copied.device.type == "meta"
+    assert bands.count == 0
+
+
 # --- calls in a row ---------------------------------------------------------------------------------------------------
 
 

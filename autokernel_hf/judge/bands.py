@@ -48,7 +48,7 @@ class Bands:
         self._device = device
         self._made: list[_Made] = []
         self._step_in: TorchDispatchMode | _Import = (
-            _Factories(self._allocate) if library is None else _Import(library, self._allocate)
+            _Factories(device, self._allocate) if library is None else _Import(library, self._allocate)
         )
 
     def __enter__(self) -> Bands:
@@ -109,8 +109,9 @@ _MAKERS = ("empty", "new_", "zeros", "ones", "full", "clone", "rand", "arange", 
 
 
 class _Factories(TorchDispatchMode):  # type: ignore[misc]
-    def __init__(self, allocate: _Allocate) -> None:
+    def __init__(self, device: torch.device, allocate: _Allocate) -> None:
         super().__init__()
+        self._device = device
         self._allocate = allocate
 
     @classmethod
@@ -125,7 +126,8 @@ class _Factories(TorchDispatchMode):  # type: ignore[misc]
         namespace, _, operator = func.name().partition("::")
         if namespace != "aten" or not operator.startswith(_MAKERS) or type(made) is not Tensor:
             return made
-        if made.layout is not torch.strided:
+        # What is copied to another device, to be read by the host, stays there.
+        if made.layout is not torch.strided or made.device != self._device:
             return made
         banded = self._allocate(tuple(made.shape), tuple(made.stride()), made.dtype)
         return banded if operator.startswith(("empty", "new_empty")) else banded.copy_(made)
