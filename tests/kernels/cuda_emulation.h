@@ -115,7 +115,10 @@ inline int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; }
 typedef int cudaError_t;
 typedef void *cudaStream_t;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9, cudaErrorIllegalAddress = 700 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributeNonPortableClusterSizeAllowed = 14,
+};
 
 // --- the machine --------------------------------------------------------------------------------------------------
 
@@ -532,8 +535,7 @@ inline void wait_for_copies(size_t groups) {
 
 #define threadIdx (emu::current->tid)
 #define blockIdx (emu::block_idx)
-#define blockDim (emu::block_dim)
-#define gridDim (emu::grid_dim)
+inline dim3 &blockDim = emu::block_dim, &gridDim = emu::grid_dim;
 
 inline void __syncthreads() { emu::block_barrier(); }
 inline int __syncthreads_or(int predicate) {
@@ -569,7 +571,8 @@ inline cudaError_t cudaGetLastError() {
   return code;
 }
 template <typename K>
-cudaError_t cudaFuncSetAttribute(K kernel, cudaFuncAttribute, int bytes) {
+cudaError_t cudaFuncSetAttribute(K kernel, cudaFuncAttribute attribute, int bytes) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if ((size_t)bytes > emu::kMostShared) return emu::last_error = cudaErrorInvalidValue;
   emu::granted[(const void *)kernel] = (size_t)bytes;
   return cudaSuccess;

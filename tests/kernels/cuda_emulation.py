@@ -21,6 +21,8 @@ from autokernel_hf.kernels.base import KernelType, output_specs
 
 HERE = Path(__file__).parent
 HEADER = HERE / "cuda_emulation.h"
+RUNTIME = HERE / "cuda_emulation_runtime.h"
+TENSOR_MAPS = HERE / "cuda_emulation_tensor_maps.h"
 CONTRACT = Path(autokernel_hf.kernels.__file__).parent / "autokernel.h"
 
 # Traps, not messages: a trap inside a fiber becomes an error of the launch.
@@ -200,6 +202,13 @@ def merged(sizes: list[int], strides: list[int]) -> tuple[list[int], list[int]] 
 def as_cpp(source: str) -> str:
     """A candidate in the words of a C++ compiler: launches, shared memory and PTX go to the emulation."""
     source = re.sub(r"#include\s*<(cuda|mma)[^>]*>", "", source)
+    # The emulated device is one of compute capability 8.0.
+    source = re.sub(
+        r"#if defined\(__CUDA_ARCH__\) && __CUDA_ARCH__ >= 900\b.*?\n(?:#else[^\n]*\n(.*?))?#endif",
+        lambda match: match[1] or "",
+        source,
+        flags=re.DOTALL,
+    )
     count = iter(range(1 << 20))
     source = re.sub(
         r"extern\s+__shared__\s+(?:alignas\(\d+\)\s+|__align__\(\d+\)\s+)?((?:unsigned )?[\w:]+)\s+(\w+)\s*\[\s*\]\s*;",
@@ -218,7 +227,7 @@ def as_cpp(source: str) -> str:
     )
     source = re.sub(r"(\w+(?:<[^;<>]*>)?)\s*<<<([^;]*?)>>>\(", r"emu::launch(emu::Config(\2), \1, ", source)
     source = re.sub(r"asm\s+volatile\s*\((.*?)\)\s*;", _ptx, source, flags=re.DOTALL)
-    return f'#include "{HEADER.name}"\n{source}'
+    return f'#include "{RUNTIME.name}"\n{source}'
 
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32")
@@ -227,7 +236,8 @@ _LDMATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shar
 
 def _ptx(match: re.Match[str]) -> str:
     text = match[1]
-    code = "".join(re.findall(r'"([^"]*)"', text.split(":")[0]))
+    # Operands are behind a colon of its own.
+    code = "".join(re.findall(r'"([^"]*)"', re.split(r"(?<!:):(?!:)", text)[0]))
     operands = re.findall(r'"[+=]?[frln]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
     if mma := _MMA.match(code):
         order = re.findall(r"%(\d+)", code)
@@ -242,6 +252,9 @@ def _ptx(match: re.Match[str]) -> str:
         return f"{{ uint32_t emu_r[{n}]; emu::ldmatrix<{n}, {transposed}>(emu_r, {operands[-1]}); {out}; }}"
     if code == "cp.async.cg.shared.global [%0], [%1], 16, %2;":
         return f"emu::copy_async({', '.join(operands)});"
+    if re.match(r"ld\.global\.nc\.[\w.:]*\bv4\.u32 \{%0, %1, %2, %3\}, \[%4\];", code):
+        out = " ".join(f"{operand} = emu_r[{i}];" for i, operand in enumerate(operands[:-1]))
+        return f"{{ uint32_t emu_r[4]; memcpy(emu_r, {operands[-1]}, 16); {out} }}"
     if code == "cp.async.commit_group;":
         return "emu::commit_copies();"
     if code == "cp.async.wait_group %0;":
@@ -262,7 +275,9 @@ class Emulated:
         self.kernel_type = kernel_type
         text = as_cpp(source)
         digest = hashlib.sha256(
-            "\0".join([text, HEADER.read_text(), CONTRACT.read_text(), *FLAGS]).encode()
+            "\0".join(
+                [text, *(path.read_text() for path in (HEADER, RUNTIME, TENSOR_MAPS, CONTRACT)), *FLAGS]
+            ).encode()
         ).hexdigest()[:16]
         path = folder / f"{kernel_type.name}-{digest}.so"
         if not path.exists():

@@ -1,0 +1,64 @@
+// Of the CUDA runtime and its intrinsics, what the emulation (cuda_emulation.h) needs beside the machine itself: questions
+// to the device, which is one of compute capability 8.0, hints for caches, and copies by the pipeline's functions.
+#pragma once
+
+#include "cuda_emulation.h"
+
+inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
+inline float __uint_as_float(unsigned i) { float f; memcpy(&f, &i, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned i; memcpy(&i, &f, 4); return i; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return (unsigned)(((unsigned long long)high << 32 | low) >> (bits & 31));
+}
+template <typename T>
+T __ldcs(const T *p) { return *p; }
+template <typename T>
+void __stcs(T *p, T value) { *p = value; }
+inline void __trap() { emu::fail(cudaErrorIllegalAddress, "a trap"); }
+
+inline void __pipeline_memcpy_async(void *to, const void *from, size_t bytes) {
+  if (bytes != 16) emu::fail(cudaErrorIllegalAddress, "an asynchronous copy of %zu bytes", bytes);
+  emu::copy_async((uint32_t)__cvta_generic_to_shared(to), from, (int)bytes);
+}
+inline void __pipeline_commit() { emu::commit_copies(); }
+inline void __pipeline_wait_prior(size_t groups) { emu::wait_for_copies(groups); }
+
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount           ? 108
+           : attribute == cudaDevAttrComputeCapabilityMajor      ? 8
+                                                                 : (int)emu::kMostShared;
+  return cudaSuccess;
+}
+struct cudaFuncAttributes { int ptxVersion; size_t sharedSizeBytes; };
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
+  attributes->ptxVersion = 80;
+  attributes->sharedSizeBytes = 0;
+  return cudaSuccess;
+}
+
+// Launches with attributes (clusters, early starts) are for later devices than the emulated one.
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttributeValue {
+  struct { unsigned x, y, z; } clusterDim;
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute { cudaLaunchAttributeID id; cudaLaunchAttributeValue val; };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute *attrs;
+  unsigned numAttrs;
+};
+template <typename... P, typename... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *, void (*)(P...), A...) {
+  emu::fail(cudaErrorInvalidConfiguration, "a launch with attributes that a device of compute capability 8.0 lacks");
+  return emu::last_error;
+}
+
+#include "cuda_emulation_tensor_maps.h"
