@@ -11,43 +11,96 @@
 
 #include "autokernel.h"
 
-constexpr int kUnroll = 2;     // tune(memory): 1, 2, 4, 8
-constexpr int kThreads = 256;  // tune(block): 64, 128, 256, 512, 1024
+constexpr int kUnroll = 1;     // tune(memory): 1, 2, 4, 8
+constexpr int kThreads = 128;  // tune(block): 64, 128, 256, 512, 1024
+constexpr int kColdLoad = 0;   // tune(memory): 0, 1
+constexpr int kColdStore = 0;  // tune(memory): 0, 1
 
 namespace {
 
 static_assert(kUnroll >= 1 && kUnroll <= 16, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block is whole warps");
 
+// Blocks that a multiprocessor must have registers for. From 10.0 on, ptxas would spill for so many.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kBlocks = kThreads < 512 ? 512 / kThreads : 1;
+#else
+constexpr int kBlocks = 1024 / kThreads;
+#endif
+
+// A 32-bit word of elements, to and from float.
+template <typename T>
+constexpr int kInWord = 4 / (int)sizeof(T);
+
+__device__ __forceinline__ void widen(uint32_t word, float *v, float) { v[0] = __uint_as_float(word); }
+__device__ __forceinline__ void widen(uint32_t word, float *v, __nv_bfloat16) {
+  v[0] = __uint_as_float(word << 16);
+  v[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void widen(uint32_t word, float *v, __half) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2 *>(&word));
+  v[0] = pair.x;
+  v[1] = pair.y;
+}
+__device__ __forceinline__ uint32_t narrow(const float *v, float) { return __float_as_uint(v[0]); }
+__device__ __forceinline__ uint32_t narrow(const float *v, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+__device__ __forceinline__ uint32_t narrow(const float *v, __half) {
+  const __half2 pair = __floats2half2_rn(v[0], v[1]);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
-
-template <typename T, int V>
-struct alignas(sizeof(T) * V) Pack {
-  T v[V];
-};
+__device__ __forceinline__ void from_float(float x, float *y) { *y = x; }
+__device__ __forceinline__ void from_float(float x, __half *y) { *y = __float2half_rn(x); }
+__device__ __forceinline__ void from_float(float x, __nv_bfloat16 *y) { *y = __float2bfloat16_rn(x); }
 
 template <typename T>
 constexpr int kPack = 16 / (int)sizeof(T);
 
+// V elements as they lie in memory: a 16-byte pack, or a single one.
 template <typename T, int V>
-__device__ __forceinline__ Pack<T, V> load(const T *p) {
-  return *reinterpret_cast<const Pack<T, V> *>(p);
-}
+struct Raw {
+  uint4 bits;
+  __device__ __forceinline__ void load(const T *p, bool cold) {
+    bits = cold ? __ldcs(reinterpret_cast<const uint4 *>(p)) : *reinterpret_cast<const uint4 *>(p);
+  }
+  __device__ __forceinline__ void floats(float (&v)[V]) const {
+    constexpr int W = kInWord<T>;
+    widen(bits.x, v, T());
+    widen(bits.y, v + W, T());
+    widen(bits.z, v + 2 * W, T());
+    widen(bits.w, v + 3 * W, T());
+  }
+  __device__ __forceinline__ void take(const float (&v)[V]) {
+    constexpr int W = kInWord<T>;
+    bits = {narrow(v, T()), narrow(v + W, T()), narrow(v + 2 * W, T()), narrow(v + 3 * W, T())};
+  }
+  __device__ __forceinline__ void store(T *p, bool cold) const {
+    if (cold)
+      __stcs(reinterpret_cast<uint4 *>(p), bits);
+    else
+      *reinterpret_cast<uint4 *>(p) = bits;
+  }
+};
+template <typename T>
+struct Raw<T, 1> {
+  T value;
+  __device__ __forceinline__ void load(const T *p, bool) { value = *p; }
+  __device__ __forceinline__ void floats(float (&v)[1]) const { v[0] = to_float(value); }
+  __device__ __forceinline__ void take(const float (&v)[1]) { from_float(v[0], &value); }
+  __device__ __forceinline__ void store(T *p, bool) const { *p = value; }
+};
 
 template <typename T, int V>
-__device__ __forceinline__ void store(T *p, const Pack<T, V> &pack) {
-  *reinterpret_cast<Pack<T, V> *>(p) = pack;
+__device__ __forceinline__ void store(T *p, const float (&v)[V], bool cold) {
+  Raw<T, V> raw;
+  raw.take(v);
+  raw.store(p, cold);
 }
 
 // The leading dimensions of a tensor: row r starts at r * stride, or with `inner` rows in a group, groups at `outer`.
@@ -66,10 +119,18 @@ __device__ __forceinline__ float times_sigmoid(float x, float u) {
   return sizeof(T) == 4 ? x / (1.0f + expf(-u)) : __fdividef(x, 1.0f + __expf(-u));
 }
 
+// erf(z) to 1.5e-7 (Abramowitz and Stegun 7.1.26), enough for 16-bit results: a quotient, an exponential and a polynomial.
+__device__ __forceinline__ float fast_erf(float z) {
+  const float a = fabsf(z), t = __fdividef(1.0f, 1.0f + 0.3275911f * a);
+  const float p = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+  return copysignf(1.0f - p * __expf(-a * a), z);
+}
+
 // NaN stays NaN in all of them, and -inf gives NaN where torch's formula does.
 template <typename T, int KIND>
 __device__ __forceinline__ float act(float x) {
-  if constexpr (KIND == kGelu) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+  if constexpr (KIND == kGelu)
+    return 0.5f * x * (1.0f + (sizeof(T) == 4 ? erff(x * 0.70710678118654752f) : fast_erf(x * 0.70710678118654752f)));
   // 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its digits where 1 + tanh(u) cancels.
   if constexpr (KIND == kGeluTanh) return times_sigmoid<T>(x, x * (1.5957691216057308f + 0.07135481627f * x * x));
   if constexpr (KIND == kQuickGelu) return times_sigmoid<T>(x, 1.702f * x);
@@ -95,37 +156,72 @@ __device__ __forceinline__ float act(float x, int kind) {
   }
 }
 
+// Dense tensors: a block takes kUnroll * kThreads packs side by side.
+template <typename T, int KIND>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    activate_dense(const T *__restrict__ gate, const T *__restrict__ up, T *__restrict__ out, int64_t N) {
+  constexpr int V = kPack<T>, BLOCK = kThreads * kUnroll * V;
+  const int64_t start = (int64_t)blockIdx.x * BLOCK;
+  gate += start;
+  up += start;
+  out += start;
+  const int left = N - start < BLOCK ? (int)(N - start) : BLOCK, first = threadIdx.x * V;
+  Raw<T, V> gates[kUnroll], ups[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; u++) {
+    const int at = first + u * kThreads * V;
+    if (at + V > left) continue;
+    gates[u].load(gate + at, kColdLoad);
+    ups[u].load(up + at, kColdLoad);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; u++) {
+    const int at = first + u * kThreads * V;
+    if (at + V <= left) {
+      float v[V], w[V];
+      gates[u].floats(v);
+      ups[u].floats(w);
+#pragma unroll
+      for (int i = 0; i < V; i++) v[i] = act<T, KIND>(v[i]) * w[i];
+      store<T, V>(out + at, v, kColdStore);
+    } else {
+      for (int i = at; i < left; i++) from_float(act<T, KIND>(to_float(gate[i])) * to_float(up[i]), out + i);
+    }
+  }
+}
+
+// A block takes kUnroll * blockDim.x packs side by side, of one row or (in y) of several.
 template <typename T, int KIND, int V>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     activate(const T *__restrict__ gate, Rows gate_rows, const T *__restrict__ up, Rows up_rows, T *__restrict__ out,
              int64_t M, int64_t N, int kind) {
-  const int64_t packs = N / V, step = (int64_t)gridDim.x * blockDim.x;
-  const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  const int64_t packs = N / V, wide = blockDim.x, step = (int64_t)gridDim.x * wide * kUnroll;
   for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < M;
        row += (int64_t)gridDim.y * blockDim.y) {
     const T *g = gate + gate_rows.start(row), *u = up + up_rows.start(row);
     T *y = out + row * N;
-    for (int64_t first = thread; first < packs; first += kUnroll * step) {
-      Pack<T, V> gates[kUnroll], ups[kUnroll];
+    for (int64_t first = (int64_t)blockIdx.x * wide * kUnroll + threadIdx.x; first < packs; first += step) {
+      Raw<T, V> gates[kUnroll], ups[kUnroll];
 #pragma unroll
       for (int k = 0; k < kUnroll; k++) {
-        const int64_t pack = first + k * step;
-        if (pack >= packs) continue;
-        gates[k] = load<T, V>(g + pack * V);
-        ups[k] = load<T, V>(u + pack * V);
+        if (first + k * wide >= packs) continue;
+        gates[k].load(g + (first + k * wide) * V, kColdLoad);
+        ups[k].load(u + (first + k * wide) * V, kColdLoad);
       }
 #pragma unroll
       for (int k = 0; k < kUnroll; k++) {
-        const int64_t pack = first + k * step;
-        if (pack >= packs) continue;
+        if (first + k * wide >= packs) continue;
+        float v[V], w[V];
+        gates[k].floats(v);
+        ups[k].floats(w);
 #pragma unroll
-        for (int i = 0; i < V; i++)
-          gates[k].v[i] = from_float<T>(act<T, KIND>(to_float(gates[k].v[i]), kind) * to_float(ups[k].v[i]));
-        store<T, V>(y + pack * V, gates[k]);
+        for (int i = 0; i < V; i++) v[i] = act<T, KIND>(v[i], kind) * w[i];
+        store<T, V>(y + (first + k * wide) * V, v, kColdStore);
       }
     }
-    for (int64_t i = packs * V + thread; i < N; i += step)
-      y[i] = from_float<T>(act<T, KIND>(to_float(g[i]), kind) * to_float(u[i]));
+    if (V > 1 && blockIdx.x == 0)
+      for (int64_t i = packs * V + threadIdx.x; i < N; i += wide)
+        from_float(act<T, KIND>(to_float(g[i]), kind) * to_float(u[i]), y + i);
   }
 }
 
@@ -199,8 +295,14 @@ int run(const AkTensor *gate, const AkTensor *up, int32_t kind, const AkTensor *
     activate<T, kAny, 1><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N, kind);
     return (int)cudaGetLastError();
   }
+  constexpr int64_t kBlock = (int64_t)kThreads * kUnroll * V;
+  const int64_t blocks = (N + kBlock - 1) / kBlock;
+  const bool dense = M == 1 && blocks <= 0x7fffffff;
   return with_kind(kind, [&](auto k) {
-    activate<T, decltype(k)::value, V><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N, kind);
+    if (dense)
+      activate_dense<T, decltype(k)::value><<<(unsigned)blocks, kThreads, 0, stream>>>(g, u, y, N);
+    else
+      activate<T, decltype(k)::value, V><<<grid, block, 0, stream>>>(g, gate_rows, u, up_rows, y, M, N, kind);
     return (int)cudaGetLastError();
   });
 }

@@ -1,57 +1,161 @@
 // kernel_type: softmax
 //
-// y = exp(x - max(x)) / sum(exp(x - max(x))) along one dimension, in fp32. Dense rows are read once, in 16-byte packs
-// that their threads hold in registers, wherever alignment and length allow; other dense rows are read twice, with a
-// running maximum and sum, in packs between a ragged head and tail. Along any other dimension, or across strides, each
-// lane takes a line of its own, so that neighbours read neighbours.
+// y = exp(x - max(x)) / sum(exp(x - max(x))) along one dimension, in fp32. A dense row is read once, in 16-byte packs that
+// its threads hold in registers: few lanes where it is short, a block where it is long; where it is longer, the block's
+// shared memory holds it, or the registers of a cluster of blocks. Rows may start anywhere, as long as x and y start at the
+// same distance from a 16-byte boundary. All else is read twice, with a running maximum and sum. Along any other dimension,
+// or across strides, each lane takes a line of its own, so that neighbours read neighbours.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "autokernel.h"
 
-constexpr int kHeld = 4;       // tune(memory): 1, 2, 4, 8
-constexpr int kThreads = 128;  // tune(block): 32, 64, 128, 256, 512
-constexpr int kUnroll = 2;     // tune(memory): 1, 2, 4
-constexpr int kSlices = 8;     // tune(block): 1, 2, 4, 8, 16, 32
+constexpr int kHeld = 2;        // tune(memory): 1, 2, 4, 8
+constexpr int kThreads = 128;   // tune(block): 64, 128, 256, 512
+constexpr int kColdLoad = 0;    // tune(memory): 0, 1
+constexpr int kColdStore = 0;   // tune(memory): 0, 1
+constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
+constexpr int kRowThreads = 512;  // tune(block): 256, 512
+constexpr int kUnroll = 4;      // tune(memory): 1, 2, 4, 8
+constexpr int kSlices = 8;      // tune(block): 1, 2, 4, 8, 16, 32
 
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
-static_assert(kHeld >= 1 && kHeld <= 16 && kUnroll >= 1 && kUnroll <= 8, "a thread holds its packs in registers");
-static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
+constexpr int kMost = 16;         // packs of a thread in rows that one block holds where there are no clusters
+constexpr int kLargestCluster = 8;
+constexpr int kShared = 112 << 10;  // bytes of the longest row that is held in shared memory: two of them at a time
+constexpr int kStages = 4;          // in which such a row arrives
+static_assert(kUnroll >= 1 && kUnroll <= 8, "a thread holds its packs in registers");
+static_assert(kRowThreads % 32 == 0 && kRowThreads <= kMaxThreads, "a block is whole warps");
 static_assert(kSlices >= 1 && kSlices <= 32, "a block has at most 1024 threads");
+static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
+static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
+
+// A 32-bit word of elements, to and from float.
+template <typename T>
+constexpr int kInWord = 4 / (int)sizeof(T);
+
+__device__ __forceinline__ void widen(uint32_t word, float *v, float) { v[0] = __uint_as_float(word); }
+__device__ __forceinline__ void widen(uint32_t word, float *v, __nv_bfloat16) {
+  v[0] = __uint_as_float(word << 16);
+  v[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void widen(uint32_t word, float *v, __half) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2 *>(&word));
+  v[0] = pair.x;
+  v[1] = pair.y;
+}
+__device__ __forceinline__ uint32_t narrow(const float *v, float) { return __float_as_uint(v[0]); }
+__device__ __forceinline__ uint32_t narrow(const float *v, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+__device__ __forceinline__ uint32_t narrow(const float *v, __half) {
+  const __half2 pair = __floats2half2_rn(v[0], v[1]);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
-
-template <typename T, int V>
-struct alignas(sizeof(T) * V) Pack {
-  T v[V];
-};
+__device__ __forceinline__ void from_float(float x, float *y) { *y = x; }
+__device__ __forceinline__ void from_float(float x, __half *y) { *y = __float2half_rn(x); }
+__device__ __forceinline__ void from_float(float x, __nv_bfloat16 *y) { *y = __float2bfloat16_rn(x); }
 
 template <typename T>
 constexpr int kPack = 16 / (int)sizeof(T);
 
+// V elements as they lie in memory: a 16-byte pack, or a single one.
 template <typename T, int V>
-__device__ __forceinline__ Pack<T, V> load(const T *p) {
-  return *reinterpret_cast<const Pack<T, V> *>(p);
-}
+struct Raw {
+  uint4 bits;
+  __device__ __forceinline__ void load(const T *p, bool cold) {
+    bits = cold ? __ldcs(reinterpret_cast<const uint4 *>(p)) : *reinterpret_cast<const uint4 *>(p);
+  }
+  __device__ __forceinline__ void floats(float (&v)[V]) const {
+    constexpr int W = kInWord<T>;
+    widen(bits.x, v, T());
+    widen(bits.y, v + W, T());
+    widen(bits.z, v + 2 * W, T());
+    widen(bits.w, v + 3 * W, T());
+  }
+  __device__ __forceinline__ void take(const float (&v)[V]) {
+    constexpr int W = kInWord<T>;
+    bits = {narrow(v, T()), narrow(v + W, T()), narrow(v + 2 * W, T()), narrow(v + 3 * W, T())};
+  }
+  __device__ __forceinline__ void store(T *p, bool cold) const {
+    if (cold)
+      __stcs(reinterpret_cast<uint4 *>(p), bits);
+    else
+      *reinterpret_cast<uint4 *>(p) = bits;
+  }
+};
+template <typename T>
+struct Raw<T, 1> {
+  T value;
+  __device__ __forceinline__ void load(const T *p, bool) { value = *p; }
+  __device__ __forceinline__ void floats(float (&v)[1]) const { v[0] = to_float(value); }
+  __device__ __forceinline__ void take(const float (&v)[1]) { from_float(v[0], &value); }
+  __device__ __forceinline__ void store(T *p, bool) const { *p = value; }
+};
 
 template <typename T, int V>
-__device__ __forceinline__ void store(T *p, const Pack<T, V> &pack) {
-  *reinterpret_cast<Pack<T, V> *>(p) = pack;
+__device__ __forceinline__ void store(T *p, const float (&v)[V], bool cold) {
+  Raw<T, V> raw;
+  raw.take(v);
+  raw.store(p, cold);
 }
+
+// A row cut where memory has its 16-byte boundaries: `packs` packs from `lead` elements before the row on, of which the
+// first and the last may lie in it in part. Where ALIGNED, rows start at a boundary and end at one.
+template <typename T, bool ALIGNED>
+struct Span {
+  static constexpr int V = kPack<T>;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  int lead, end, packs;
+
+  __device__ __forceinline__ Span(const T *row, int N)
+      : lead(ALIGNED ? 0 : (int)((uintptr_t)row % 16 / sizeof(T))), end(lead + N),
+        packs(ALIGNED ? N / V : (end + V - 1) / V) {}
+  // Whether pack p, one of `packs`, is all of the row's.
+  __device__ __forceinline__ bool whole(int p) const { return ALIGNED || (p * V >= lead && (p + 1) * V <= end); }
+  __device__ __forceinline__ bool has(int element) const { return ALIGNED || (element >= lead && element < end); }
+  // Pack p of memory that starts `lead` elements before the row; `fill`, a word, in the place of what is not the row's.
+  __device__ __forceinline__ Raw<T, V> load(const T *start, int p, bool cold, uint32_t fill = 0) const {
+    Raw<T, V> raw;
+    if (whole(p)) {
+      raw.load(start + p * V, cold);
+    } else {
+      uint32_t words[4] = {fill, fill, fill, fill};
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        if (!has(p * V + i)) continue;
+        const int shift = i % kInWord<T> * 16;
+        const uint32_t bits = reinterpret_cast<const Bits *>(start)[p * V + i];
+        uint32_t &word = words[i / kInWord<T>];
+        word = sizeof(T) == 2 ? (word & (0xffff0000u >> shift)) | bits << shift : bits;
+      }
+      raw.bits = {words[0], words[1], words[2], words[3]};
+    }
+    return raw;
+  }
+  __device__ __forceinline__ void store(T *start, int p, const Raw<T, V> &raw, bool cold) const {
+    if (whole(p)) {
+      raw.store(start + p * V, cold);
+    } else {
+      const uint32_t words[4] = {raw.bits.x, raw.bits.y, raw.bits.z, raw.bits.w};
+#pragma unroll
+      for (int i = 0; i < V; i++)
+        if (has(p * V + i))
+          reinterpret_cast<Bits *>(start)[p * V + i] = (Bits)(words[i / kInWord<T>] >> (i % kInWord<T> * 16));
+    }
+  }
+};
 
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
@@ -92,100 +196,247 @@ __device__ __forceinline__ State include(State state, const float (&x)[V]) {
   return {max, state.sum * exponential<T>(state.max - zero) + sum};
 }
 
-// Over the threads of a row (blockDim.x of them), in every one of them, in an order that never changes.
+constexpr int kSlots = 16;  // warps of a block at most
+struct alignas(16) Partial {
+  float of_row[kMaxThreads / 64][kSlots];
+};
+
+// What the threads of a row (blockDim.x of them: up to 32 a power of two, then whole warps) have together, in every one
+// of them, in an order that never changes. Of two calls one after the other the second must use another `partial`.
+template <typename F>
+__device__ __forceinline__ float over_row(float value, Partial &partial, F merge) {
+  if (blockDim.x >= 32) {
+#pragma unroll
+    for (int far = 16; far > 0; far /= 2) value = merge(value, __shfl_xor_sync(0xffffffffu, value, far));
+  } else {
+    for (int far = blockDim.x / 2; far > 0; far /= 2) value = merge(value, __shfl_xor_sync(0xffffffffu, value, far));
+  }
+  const int warps = blockDim.x / 32;
+  if (warps <= 1) return value;
+  float *mine = partial.of_row[threadIdx.y];
+  if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = mine[0];
+#pragma unroll
+  for (int from = 0; from < kSlots; from += 4) {
+    if (from >= warps) break;
+    const float4 four = *reinterpret_cast<const float4 *>(mine + from);
+    if (from > 0) value = merge(value, four.x);
+    if (from + 1 < warps) value = merge(value, four.y);
+    if (from + 2 < warps) value = merge(value, four.z);
+    if (from + 3 < warps) value = merge(value, four.w);
+  }
+  return value;
+}
+
+__device__ __forceinline__ float row_sum(float value, Partial &partial) {
+  return over_row(value, partial, [](float a, float b) { return a + b; });
+}
+
+__device__ __forceinline__ float row_max(float value, Partial &partial) {
+  return over_row(value, partial, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// A maximum and sum over the threads of a block.
 template <typename T>
 __device__ __forceinline__ State row_state(State state, State *partial) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
     state = merge<T>(state, {__shfl_xor_sync(0xffffffffu, state.max, lanes),
                              __shfl_xor_sync(0xffffffffu, state.sum, lanes)});
-  const int warps = blockDim.x / 32;
-  if (warps == 1) return {__shfl_sync(0xffffffffu, state.max, 0), __shfl_sync(0xffffffffu, state.sum, 0)};
-  const int lane = threadIdx.x % 32, first = threadIdx.y * warps;
-  __syncthreads();  // the readers of the row before are done
-  if (lane == 0) partial[first + threadIdx.x / 32] = state;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = state;
   __syncthreads();
-  state = partial[first];
-  for (int i = 1; i < warps; i++) state = merge<T>(state, partial[first + i]);
+  state = partial[0];
+  for (int i = 1; i < (int)blockDim.x / 32; i++) state = merge<T>(state, partial[i]);
   return state;
 }
 
-__device__ __forceinline__ float row_max(float value, State *partial) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-  const int warps = blockDim.x / 32;
-  if (warps == 1) return value;
-  const int lane = threadIdx.x % 32, first = threadIdx.y * warps;
-  __syncthreads();
-  if (lane == 0) partial[first + threadIdx.x / 32].max = value;
-  __syncthreads();
-  value = lane < warps ? partial[first + lane].max : -INFINITY;
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+// A cluster of blocks, on devices that have them (from 9.0 on): its blocks read each other's shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return (int)rank;
+}
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return (int)size;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ float in_block(const float *mine, int rank) {
+  uint32_t place = (uint32_t)__cvta_generic_to_shared(mine), there;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
   return value;
 }
+#else  // never launched there: see has_clusters
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_arrive() { __trap(); }
+__device__ __forceinline__ void cluster_wait() { __trap(); }
+__device__ __forceinline__ float in_block(const float *mine, int) { return *mine; }
+#endif
 
-__device__ __forceinline__ float row_sum(float value, State *partial) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-  const int warps = blockDim.x / 32;
-  if (warps == 1) return value;
-  const int lane = threadIdx.x % 32, first = threadIdx.y * warps;
-  __syncthreads();
-  if (lane == 0) partial[first + threadIdx.x / 32].sum = value;
-  __syncthreads();
-  value = lane < warps ? partial[first + lane].sum : 0.0f;
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-  return value;
-}
-
-// A row in registers: N is a multiple of the pack and at most blockDim.x * kHeld packs; everything is aligned.
+// The state of a row from those of all blocks of a cluster, in every thread, in an order that never changes.
+// cluster_wait() must follow before the block ends.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    held_rows(const T *__restrict__ x, Walk rows, T *__restrict__ out, int64_t M, int64_t N) {
+__device__ __forceinline__ State cluster_state(State mine, State *slot) {
+  if (threadIdx.x == 0) *slot = mine;
+  cluster_arrive();
+  cluster_wait();
+  State state = {in_block(&slot->max, 0), in_block(&slot->sum, 0)};
+  for (int rank = 1; rank < cluster_size(); rank++)
+    state = merge<T>(state, {in_block(&slot->max, rank), in_block(&slot->sum, rank)});
+  cluster_arrive();
+  return state;
+}
+
+// -inf in all elements of a word.
+__device__ __forceinline__ uint32_t lowest(float) { return 0xff800000u; }
+__device__ __forceinline__ uint32_t lowest(__half) { return 0xfc00fc00u; }
+__device__ __forceinline__ uint32_t lowest(__nv_bfloat16) { return 0xff80ff80u; }
+
+// Rows of at most blockDim.x * HELD packs; CLUSTER: so many for each block of a cluster, which takes one row.
+template <typename T, int HELD, bool ALIGNED, bool CLUSTER>
+__global__ void __launch_bounds__(kMaxThreads)
+    held_rows(const T *__restrict__ x, Walk rows, T *__restrict__ out, int64_t M, int N) {
   constexpr int V = kPack<T>;
-  __shared__ State partial[kMaxThreads / 32];
-  for (int64_t first = (int64_t)blockIdx.x * blockDim.y; first < M; first += (int64_t)gridDim.x * blockDim.y) {
-    const int64_t row = first + threadIdx.y;
+  constexpr bool KEEP = HELD * V <= 16;  // whether the exponentials are held too, or computed twice
+  __shared__ Partial maxima;
+  __shared__ Partial sums;
+  __shared__ State slot;
+  const int lanes = blockDim.x, begin = (CLUSTER ? cluster_rank() * lanes * HELD : 0) + threadIdx.x;
+  const int64_t step = (int64_t)gridDim.x * blockDim.y;
+  int64_t row = CLUSTER ? blockIdx.x / cluster_size() : (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+  for (int64_t first = row - threadIdx.y; first < M; first += step, row += step) {
     const bool live = row < M;
     const T *in = x + (live ? rows.start(row) : 0);
-    float held[kHeld][V];
+    const Span<T, ALIGNED> span(in, live ? N : 0);
+    const int packs = live ? span.packs : 0;
+    Raw<T, V> held[HELD];
+    float kept[KEEP ? HELD : 1][V];
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      const int p = begin + k * lanes;
+      if (p < packs) held[k] = span.load(in - span.lead, p, kColdLoad, lowest(T()));
+    }
     float max = -INFINITY;
 #pragma unroll
-    for (int k = 0; k < kHeld; k++) {
-      const int64_t column = ((int64_t)k * blockDim.x + threadIdx.x) * V;
-      if (live && column < N) {
-        const Pack<T, V> pack = load<T, V>(in + column);
+    for (int k = 0; k < HELD; k++) {
+      if (begin + k * lanes >= packs) continue;
+      float v[V];
+      held[k].floats(v);
 #pragma unroll
-        for (int i = 0; i < V; i++) {
-          held[k][i] = to_float(pack.v[i]);
-          max = fmaxf(max, held[k][i]);
-        }
-      }
+      for (int i = 0; i < V; i++) max = fmaxf(max, v[i]);
     }
-    max = row_max(max, partial);
+    max = row_max(max, maxima);
+    const float zero = CLUSTER ? reference(max) : max;  // another block may have more than -inf
     float sum = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kHeld; k++) {
-      const int64_t column = ((int64_t)k * blockDim.x + threadIdx.x) * V;
-      if (live && column < N) {
+    for (int k = 0; k < HELD; k++) {
+      if (begin + k * lanes >= packs) continue;
+      float v[V];
+      held[k].floats(v);
 #pragma unroll
-        for (int i = 0; i < V; i++) {
-          held[k][i] = exponential<T>(held[k][i] - max);  // NaN where all is -inf, as it must
-          sum += held[k][i];
-        }
+      for (int i = 0; i < V; i++) {
+        v[i] = exponential<T>(v[i] - zero);  // NaN where all is -inf, as it must
+        sum += v[i];
+        if constexpr (KEEP) kept[k][i] = v[i];
       }
     }
-    const float scale = 1.0f / row_sum(sum, partial);
+    sum = row_sum(sum, sums);
+    float scale = 1.0f / sum;
+    if constexpr (CLUSTER) {
+      const State state = cluster_state<T>({max, sum}, &slot);
+      scale = (max == -INFINITY ? 0.0f : exponential<T>(max - state.max)) / state.sum;
+    }
+    T *y = out + row * N - span.lead;
 #pragma unroll
-    for (int k = 0; k < kHeld; k++) {
-      const int64_t column = ((int64_t)k * blockDim.x + threadIdx.x) * V;
-      if (live && column < N) {
-        Pack<T, V> pack;
+    for (int k = 0; k < HELD; k++) {
+      const int p = begin + k * lanes;
+      if (p >= packs) continue;
+      float v[V];
+      if constexpr (!KEEP) held[k].floats(v);
 #pragma unroll
-        for (int i = 0; i < V; i++) pack.v[i] = from_float<T>(held[k][i] * scale);
-        store<T, V>(out + row * N + column, pack);
+      for (int i = 0; i < V; i++) v[i] = (KEEP ? kept[KEEP ? k : 0][i] : exponential<T>(v[i] - zero)) * scale;
+      held[k].take(v);
+      span.store(y, p, held[k], kColdStore);
+    }
+    if constexpr (CLUSTER) cluster_wait();  // none may end while others read its state
+  }
+}
+
+// Rows in shared memory, one a block. A thread reads back what it copied itself; the running maximum and sum take what
+// has arrived while the rest is on its way.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads, 2)
+    shared_rows(const T *__restrict__ x, Walk rows, T *__restrict__ out, int64_t M, int N) {
+  constexpr int V = kPack<T>;
+  extern __shared__ uint4 row_memory[];
+  __shared__ State partial[2][kRowThreads / 32];
+  int half = 0;
+  for (int64_t row = blockIdx.x; row < M; row += gridDim.x, half ^= 1) {
+    const T *in = x + rows.start(row);
+    const Span<T, false> span(in, N);
+    const T *start = in - span.lead;
+    const int stage = (span.packs + kStages - 1) / kStages;
+#pragma unroll
+    for (int s = 0; s < kStages; s++) {
+      const int end = (s + 1) * stage < span.packs ? (s + 1) * stage : span.packs;
+      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
+        if (span.whole(p))
+          __pipeline_memcpy_async(row_memory + p, start + p * V, 16);
+        else
+          row_memory[p] = span.load(start, p, false, lowest(T())).bits;
+      }
+      __pipeline_commit();
+    }
+    State state = {-INFINITY, 0.0f};
+#pragma unroll
+    for (int s = 0; s < kStages; s++) {
+      __pipeline_wait_prior(kStages - 1 - s);
+      const int end = (s + 1) * stage < span.packs ? (s + 1) * stage : span.packs;
+      float max = state.max;
+      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
+        Raw<T, V> raw;
+        raw.bits = row_memory[p];
+        float v[V];
+        raw.floats(v);
+#pragma unroll
+        for (int i = 0; i < V; i++) max = fmaxf(max, v[i]);
+      }
+      const float zero = reference(max);
+      float sum = state.sum * exponential<T>(state.max - zero);
+      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
+        Raw<T, V> raw;
+        raw.bits = row_memory[p];
+        float v[V], some = 0.0f;
+        raw.floats(v);
+#pragma unroll
+        for (int i = 0; i < V; i++) some += exponential<T>(v[i] - zero);
+        sum += some;
+      }
+      state = {max, sum};
+    }
+    state = row_state<T>(state, partial[half]);
+    const float scale = 1.0f / state.sum;
+    T *y = out + row * N - span.lead;
+#pragma unroll
+    for (int s = 0; s < kStages; s++) {
+      const int end = (s + 1) * stage < span.packs ? (s + 1) * stage : span.packs;
+#pragma unroll 2
+      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
+        Raw<T, V> raw;
+        raw.bits = row_memory[p];
+        float v[V];
+        raw.floats(v);
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] = exponential<T>(v[i] - state.max) * scale;
+        raw.take(v);
+        span.store(y, p, raw, true);
       }
     }
   }
@@ -200,62 +451,60 @@ __device__ __forceinline__ int64_t head_of(const T *row, int64_t N) {
 
 // Dense rows of any length and alignment.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kMaxThreads, 2)
     streamed_rows(const T *__restrict__ x, Walk rows, T *__restrict__ out, int64_t M, int64_t N) {
-  constexpr int V = kPack<T>;
-  __shared__ State partial[kMaxThreads / 32];
-  for (int64_t first = (int64_t)blockIdx.x * blockDim.y; first < M; first += (int64_t)gridDim.x * blockDim.y) {
-    const int64_t row = first + threadIdx.y;
-    const bool live = row < M;
-    const T *in = x + (live ? rows.start(row) : 0);
-    T *y = out + (live ? row * N : 0);
-    const int64_t length = live ? N : 0, head = head_of(in, length), packs = (length - head) / V;
-    const int64_t tail = head + packs * V, step = blockDim.x;
-
+  constexpr int V = kPack<T>, UNROLL = kUnroll;
+  __shared__ State partial[2][kMaxThreads / 32];
+  int half = 0;
+  for (int64_t row = blockIdx.x; row < M; row += gridDim.x, half ^= 1) {
+    const T *in = x + rows.start(row);
+    T *y = out + row * N;
+    const int64_t head = head_of(in, N), packs = (N - head) / V, tail = head + packs * V, step = blockDim.x;
     State state = {-INFINITY, 0.0f};
-    for (int64_t i = threadIdx.x; i < head; i += blockDim.x) {
+    for (int64_t i = threadIdx.x; i < head; i += step) {
       const float value[1] = {to_float(in[i])};
       state = include<T>(state, value);
     }
-    for (int64_t p = threadIdx.x; p < packs; p += kUnroll * step) {
-      Pack<T, V> pack[kUnroll];
+    for (int64_t p = threadIdx.x; p < packs; p += UNROLL * step) {
+      Raw<T, V> raw[UNROLL];
 #pragma unroll
-      for (int u = 0; u < kUnroll; u++)
-        if (p + u * step < packs) pack[u] = load<T, V>(in + head + (p + u * step) * V);
-      float values[kUnroll * V];
+      for (int u = 0; u < UNROLL; u++)
+        if (p + u * step < packs) raw[u].load(in + head + (p + u * step) * V, false);
 #pragma unroll
-      for (int u = 0; u < kUnroll; u++)
-#pragma unroll
-        for (int i = 0; i < V; i++)
-          values[u * V + i] = p + u * step < packs ? to_float(pack[u].v[i]) : -INFINITY;  // adds nothing
-      state = include<T>(state, values);
-    }
-    for (int64_t i = tail + threadIdx.x; i < length; i += blockDim.x) {
-      const float value[1] = {to_float(in[i])};
-      state = include<T>(state, value);
-    }
-    state = row_state<T>(state, partial);
-
-    const float scale = 1.0f / state.sum;
-    const bool same = head_of(y, length) == head;  // in and out meet 16-byte boundaries at the same columns
-    for (int64_t i = threadIdx.x; i < head; i += blockDim.x)
-      y[i] = from_float<T>(exponential<T>(to_float(in[i]) - state.max) * scale);
-    for (int64_t p = threadIdx.x; p < packs && same; p += kUnroll * step) {
-      Pack<T, V> pack[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; u++)
-        if (p + u * step < packs) pack[u] = load<T, V>(in + head + (p + u * step) * V);
-#pragma unroll
-      for (int u = 0; u < kUnroll; u++) {
+      for (int u = 0; u < UNROLL; u++) {
         if (p + u * step >= packs) continue;
-#pragma unroll
-        for (int i = 0; i < V; i++)
-          pack[u].v[i] = from_float<T>(exponential<T>(to_float(pack[u].v[i]) - state.max) * scale);
-        store<T, V>(y + head + (p + u * step) * V, pack[u]);
+        float v[V];
+        raw[u].floats(v);
+        state = include<T>(state, v);
       }
     }
-    for (int64_t i = (same ? tail : head) + threadIdx.x; i < length; i += blockDim.x)
-      y[i] = from_float<T>(exponential<T>(to_float(in[i]) - state.max) * scale);
+    for (int64_t i = tail + threadIdx.x; i < N; i += step) {
+      const float value[1] = {to_float(in[i])};
+      state = include<T>(state, value);
+    }
+    state = row_state<T>(state, partial[half]);
+
+    const float scale = 1.0f / state.sum;
+    const bool same = head_of(y, N) == head;  // in and out meet 16-byte boundaries at the same columns
+    for (int64_t i = threadIdx.x; i < head; i += step)
+      from_float(exponential<T>(to_float(in[i]) - state.max) * scale, y + i);
+    for (int64_t p = threadIdx.x; p < packs && same; p += UNROLL * step) {
+      Raw<T, V> raw[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++)
+        if (p + u * step < packs) raw[u].load(in + head + (p + u * step) * V, true);
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        if (p + u * step >= packs) continue;
+        float v[V];
+        raw[u].floats(v);
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] = exponential<T>(v[i] - state.max) * scale;
+        store<T, V>(y + head + (p + u * step) * V, v, true);
+      }
+    }
+    for (int64_t i = (same ? tail : head) + threadIdx.x; i < N; i += step)
+      from_float(exponential<T>(to_float(in[i]) - state.max) * scale, y + i);
   }
 }
 
@@ -289,7 +538,7 @@ __global__ void __launch_bounds__(32 * kSlices, 1)
     for (int s = 1; s < kSlices; s++) state = merge<T>(state, partial[s][threadIdx.x]);
     const float scale = 1.0f / state.sum;
     for (int64_t n = threadIdx.y; n < length; n += kSlices)
-      y[n * inner] = from_float<T>(exponential<T>(to_float(in[n * stride]) - state.max) * scale);
+      from_float(exponential<T>(to_float(in[n * stride]) - state.max) * scale, y + n * inner);
   }
 }
 
@@ -315,45 +564,130 @@ bool walk_of(const AkTensor *t, int begin, int end, Walk *walk, int64_t *count) 
 
 bool aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
 
+// The threads that share a row of so many units, with HELD of them each: a power of two within a warp, else whole warps.
+int lanes_for(int64_t units, int held) {
+  const int64_t wanted = (units + held - 1) / held;
+  if (wanted > 32) return (int)((wanted + 31) / 32 * 32);
+  int lanes = 1;
+  while (lanes < wanted) lanes *= 2;
+  return lanes;
+}
+
 unsigned grid_of(int64_t blocks) { return (unsigned)(blocks < 0x7fffffff ? blocks : 0x7fffffff); }
 
+// Whether clusters can be used: the device must have them, and the code must have been compiled for one that has.
+bool has_clusters(const void *kernel, int device) {
+  static int8_t known[64];  // 0 before it was asked for
+  if (device < 0 || device >= 64) return false;
+  if (known[device] == 0) {
+    int major = 0;
+    cudaFuncAttributes attributes = {};
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major >= 9) cudaFuncGetAttributes(&attributes, kernel);
+    known[device] = major >= 9 && attributes.ptxVersion >= 90 ? 1 : -1;
+  }
+  return known[device] > 0;
+}
+
+// The blocks that share a row of so many units where each takes at most `each`; 0 where a cluster is too small.
+int cluster_for(int64_t units, int64_t each) {
+  int size = 2;
+  while (size <= kLargestCluster && size * each < units) size *= 2;
+  return size <= kLargestCluster ? size : 0;
+}
+
+// A launch in clusters of `size` blocks.
+template <typename... Parameters, typename... Values>
+int launch_clusters(void (*kernel)(Parameters...), int64_t blocks, int threads, int size, cudaStream_t stream,
+                    Values... values) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {(unsigned)size, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)blocks);
+  config.blockDim = dim3((unsigned)threads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return (int)cudaLaunchKernelEx(&config, kernel, values...);
+}
+
+// Whether rows of x and of y (contiguous) start at the same distance from a 16-byte boundary.
+bool same_phase(Walk rows, int64_t M, int64_t N, int64_t V, const void *x, const void *y) {
+  return (uintptr_t)x % 16 == (uintptr_t)y % 16 && rows.inner == 0 && (M == 1 || (rows.stride - N) % V == 0);
+}
+
 template <typename T>
-int run(const AkTensor *x, int dim, const AkTensor *out, cudaStream_t stream) {
+int rows_in_shared(const T *in, Walk rows, T *y, int64_t M, int64_t N, const AkContext *ctx) {
+  const int64_t bytes = N * (int64_t)sizeof(T) + 32;
+  static int allowed[64];  // bytes that a block may have, by device; 0 before it was asked for
+  const int device = ctx->device;
+  if (bytes > kShared || device < 0 || device >= 64) return AK_UNSUPPORTED;
+  if (allowed[device] == 0) {
+    int most = 0;
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (most > kShared) most = kShared;
+    most -= 1024;  // what the kernel has of its own
+    if (cudaFuncSetAttribute(shared_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, most) != cudaSuccess)
+      return (int)cudaGetLastError();
+    allowed[device] = most;
+  }
+  if (bytes > allowed[device]) return AK_UNSUPPORTED;
+  const dim3 grid(grid_of(M));
+  shared_rows<T><<<grid, kRowThreads, (size_t)bytes, (cudaStream_t)ctx->stream>>>(in, rows, y, M, (int)N);
+  return (int)cudaGetLastError();
+}
+
+template <typename T>
+int run(const AkTensor *x, int dim, const AkTensor *out, const AkContext *ctx) {
   constexpr int V = kPack<T>;
-  Walk before, behind;
-  int64_t outer, inner;
-  if (!walk_of(x, 0, dim, &before, &outer) || !walk_of(x, dim + 1, x->ndim, &behind, &inner))
-    return AK_NEED_CONTIGUOUS;
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  Walk rows, behind;
+  int64_t M, inner;
+  if (!walk_of(x, 0, dim, &rows, &M) || !walk_of(x, dim + 1, x->ndim, &behind, &inner)) return AK_NEED_CONTIGUOUS;
   const int64_t N = x->ndim == 0 ? 1 : x->sizes[dim], stride = N == 1 ? 1 : x->strides[dim];
   const T *in = static_cast<const T *>(x->data);
   T *y = static_cast<T *>(out->data);
   if (inner > 1 || stride != 1) {
-    const dim3 grid(grid_of((outer * inner + 31) / 32)), block(32, kSlices);
-    lines<T><<<grid, block, 0, stream>>>(in, before, behind, stride, y, outer, inner, N);
+    const dim3 grid(grid_of((M * inner + 31) / 32)), block(32, kSlices);
+    lines<T><<<grid, block, 0, stream>>>(in, rows, behind, stride, y, M, inner, N);
     return (int)cudaGetLastError();
   }
-  const bool packs = N % V == 0 && before.outer % V == 0 && before.stride % V == 0 && aligned(in) && aligned(y);
-  const bool held = packs && N <= (int64_t)V * kHeld * kMaxThreads;
-  const int64_t share = (int64_t)V * kHeld;  // columns of a thread, where threads are many enough
-  int64_t threads = ((N + share - 1) / share + 31) / 32 * 32;
-  if (threads > kMaxThreads) threads = kMaxThreads;
-  const int64_t together = threads >= kThreads ? 1 : kThreads / threads;
-  const dim3 block((unsigned)threads, (unsigned)together), grid(grid_of((outer + together - 1) / together));
-  if (held)
-    held_rows<T><<<grid, block, 0, stream>>>(in, before, y, outer, N);
-  else
-    streamed_rows<T><<<grid, block, 0, stream>>>(in, before, y, outer, N);
+  const bool packs = N % V == 0 && rows.outer % V == 0 && rows.stride % V == 0 && aligned(in) && aligned(y);
+  // Whether rows of x and of y start at the same distance from a 16-byte boundary.
+  const bool same = packs || same_phase(rows, M, N, V, in, y);
+  const int64_t units = packs ? N / V : N / V + 2;  // packs of a row at most
+  const int n = (int)N;
+  const auto one = [&](auto kernel, int held) {  // a block has one row or several
+    const int lanes = lanes_for(units, held), high = lanes < kThreads ? kThreads / lanes : 1;
+    const dim3 grid(grid_of((M + high - 1) / high)), block((unsigned)lanes, (unsigned)high);
+    kernel<<<grid, block, 0, stream>>>(in, rows, y, M, n);
+    return (int)cudaGetLastError();
+  };
+  if (same && units <= (int64_t)kHeld * kMaxThreads)
+    return packs ? one(held_rows<T, kHeld, true, false>, kHeld) : one(held_rows<T, kHeld, false, false>, kHeld);
+  if (packs && units <= (int64_t)kHeldLong * kMaxThreads) return one(held_rows<T, kHeldLong, true, false>, kHeldLong);
+  if (same) {
+    const int result = rows_in_shared<T>(in, rows, y, M, N, ctx);
+    if (result != AK_UNSUPPORTED) return result;
+  }
+  const auto in_clusters = held_rows<T, kHeldLong, false, true>;
+  const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);
+  if (same && size > 0 && M <= 0x7fffffff / size && has_clusters((const void *)in_clusters, ctx->device))
+    return launch_clusters(in_clusters, M * size, kMaxThreads, size, stream, in, rows, y, M, n);
+  if (same && units <= (int64_t)kMost * kMaxThreads) return one(held_rows<T, kMost, false, false>, kMost);
+  const dim3 grid(grid_of(M));
+  streamed_rows<T><<<grid, kMaxThreads, 0, stream>>>(in, rows, y, M, N);
   return (int)cudaGetLastError();
 }
 
 }  // namespace
 
 extern "C" int softmax(const AkTensor *x, int64_t dim, const AkTensor *out, const AkContext *ctx) {
-  const cudaStream_t stream = (cudaStream_t)ctx->stream;
   switch (x->dtype) {
-    case AK_F32: return run<float>(x, (int)dim, out, stream);
-    case AK_F16: return run<__half>(x, (int)dim, out, stream);
-    case AK_BF16: return run<__nv_bfloat16>(x, (int)dim, out, stream);
+    case AK_F32: return run<float>(x, (int)dim, out, ctx);
+    case AK_F16: return run<__half>(x, (int)dim, out, ctx);
+    case AK_BF16: return run<__nv_bfloat16>(x, (int)dim, out, ctx);
     default: return AK_UNSUPPORTED;
   }
 }
