@@ -51,11 +51,12 @@ def short_kernel(
     x = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask=mask, other=0.0).to(
         tl.float32
     )
-    weight = parameter(weight_ptr, column, weight_column, column < N, 1.0)
-    bias = parameter(bias_ptr, column, bias_column, column < N, 0.0)
     mean = tl.sum(x, axis=1) / N
     deviation = tl.where(mask, x - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(deviation * deviation, axis=1) / N + eps)
+    # Loaded only now: beside the row, the largest tiles would need more registers than there are.
+    weight = parameter(weight_ptr, column, weight_column, column < N, 1.0)
+    bias = parameter(bias_ptr, column, bias_column, column < N, 0.0)
     y = deviation * scale[:, None] * weight[None, :] + bias[None, :]
     tl.store(out_ptr + row[:, None] * N + column[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
