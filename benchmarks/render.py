@@ -139,11 +139,77 @@ def starters(name: str) -> str:
     )
 
 
+# The most that a time may be, as a multiple of the time of a copy (or read) of the same bytes.
+MEMORY_TARGETS = {"cross_entropy": 1.10, "reduce": 1.10, "rotary_embedding": 1.08}
+# Under which name the run measured what ships now; Triton's others are its starters.
+MEASURED_AS = {
+    ("layernorm", "triton"): "layernorm_t.py",
+    ("reduce", "cuda"): "reduce_b.cu",
+}
+# What ships takes another path there than what was measured.
+NOT_MEASURED = {
+    ("layernorm", "cuda", "256x131072"),
+    ("add_norm", "cuda", "256x131072/rms"),
+}
+
+
+def memory_bound(name: str, peers_name: str) -> str:
+    """Memory-bound kernels beside a copy of their bytes, one row a shape; peers are of a run of their own.
+
+    Times of two runs cannot be compared, so all are told as multiples of the copy's (or read's) in the same run; that of
+    a small copy varies by some 3 % between runs.
+    """
+    document, others = read(name), read(peers_name)
+    if document is None or others is None:
+        return ""
+    lines = [
+        "| type | shape | copy or read | triton over it | cuda over it | better of the two (95 %) | target "
+        "| best peer over it | ours against it |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    with_peers = {(row["kernel_type"], row["label"]): row for row in others["results"]["rows"]}
+    met = won = 0
+    late = False
+    for row in document["results"]["rows"]:
+        kind, label = row["kernel_type"], row["label"]
+        ours = {}
+        for backend, usual in (("triton", "triton"), ("cuda", f"{kind}_c.cu")):
+            found = row["contenders"].get(MEASURED_AS.get((kind, backend), usual))
+            if found is not None and (kind, backend, label) not in NOT_MEASURED:
+                ours[backend] = found
+        reference = with_peers[kind, label]
+        peers = {n: reference["contenders"][n] for n in reference["peers"]}
+        best, peer = (min(x, key=lambda n: x[n]["ratio"]) for x in (ours, peers))
+        target = 1.10 if "50257" in label else MEMORY_TARGETS.get(kind, 1.05)
+        gain = peers[peer]["ratio"] / ours[best]["ratio"]
+        if (kind, "triton") not in MEASURED_AS:  # took part in the peers' rounds itself
+            gain = max(gain, peers[peer]["us"] / reference["contenders"]["triton"]["us"])
+        met += ours[best]["ratio"] <= target
+        won += gain >= 1
+        mark = "" if "compile" in peers else "*"
+        late = late or bool(mark)
+        low, high = ours[best]["ratio_ci95"]
+        cells = [kind, label, f"{row['yardstick']} {row['yardstick_us']:.1f} us"]
+        cells += [f"{ours[b]['ratio']:.2f}" if b in ours else "not measured" for b in ("triton", "cuda")]
+        cells += [f"{ours[best]['ratio']:.2f} [{low:.2f}, {high:.2f}]", f"{target:.2f}"]
+        cells += [f"{peer} {peers[peer]['ratio']:.2f}{mark}", f"{gain:.2f}x"]
+        lines.append("| " + " | ".join(cells) + " |")
+    note = " Peers with * are without torch.compile." if late else ""
+    return (
+        f"{where(document['device'])}: device time, L2 flushed, bfloat16, as a multiple of the time of a copy (or read) of "
+        f"the same bytes, the median over rounds in which all took turns (`benchmarks/results/{name}`; peers in a run of "
+        f"their own, `{peers_name}`, where Triton's starters took part; a ratio varies by some 3 % between runs). A large copy reached {document['copy_tb_s']:.2f} TB/s. {met} of {len(lines) - 2} "
+        f"shapes are within their target; on {won} the better of ours is at least as fast as the best peer.{note}\n\n"
+        + "\n".join(lines)
+    )
+
+
 def blocks() -> dict[str, dict[str, str]]:
     """By document, the text of each block of results."""
     return {
         "README.md": {"cpu": models("whole-models-cpu.json"), "cuda": models("whole-models-h200.json")},
         "docs/starters.md": {"starters": starters("starters-h200.json")},
+        "docs/kernels.md": {"memory": memory_bound("kernels-h200.json", "kernels-starters-h200.json")},
     }
 
 
