@@ -2,6 +2,9 @@
 
 Programs walk over the tiles of the output in groups of rows, so that those that run together share their operands in
 cache. Sums are in float32, also of float8 products, which the tensor cores add up in fewer bits only within a block.
+
+A product with few rows is a read of b. Where it has too few tiles to keep the device reading, K is split among programs
+as well, and a second launch adds their sums up, always in the same order.
 """
 
 KERNEL_TYPE = "matmul"
@@ -10,14 +13,25 @@ BACKEND = "triton"
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK_M = 128  # tune(block): 64, 128, 256
 BLOCK_N = 128  # tune(block): 64, 128, 256
 BLOCK_K = 64  # tune(memory): 32, 64, 128
-THIN_N = 32  # tune(block): 16, 32, 64, 128
-GROUP = 8  # tune(memory): 1, 4, 8, 16
 WARPS = 8  # tune(launch): 4, 8
 STAGES = 4  # tune(memory): 2, 3, 4, 5
+WIDE = 256  # tune(block): 64, 128, 256
+WIDE_STAGES = 3  # tune(memory): 2, 3, 4
+WIDE_FROM = 128  # tune(launch): 64, 128, 1000000
+THIN_N = 64  # tune(block): 16, 32, 64, 128
+THIN_K = 128  # tune(memory): 64, 128, 256
+NARROW_N = 16  # tune(block): 16, 32, 64
+NARROW_K = 256  # tune(memory): 64, 128, 256
+NARROW_UP_TO = 6144  # tune(block): 0, 4096, 6144, 8192, 16384
+THIN_STAGES = 4  # tune(memory): 2, 3, 4, 5, 6
+THIN_WARPS = 4  # tune(launch): 2, 4, 8
+THIN_PROGRAMS = 192  # tune(launch): 1, 96, 192, 384
+GROUP = 8  # tune(memory): 1, 4, 8, 16
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 KINDS = ("none", "gelu", "gelu_tanh", "gelu_new", "quick_gelu", "silu", "relu", "relu2")
@@ -59,6 +73,51 @@ def float8(bits, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def finish(
+    acc,
+    bias_ptr,
+    residual_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    M,
+    N,
+    m,
+    n,
+    batch,
+    bias_step,
+    residual_batch,
+    residual_row,
+    residual_column,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE_A: tl.constexpr,
+    HAS_SCALE_B: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """Everything behind the product, for rows m and columns n of a batch."""
+    if HAS_SCALE_A:
+        acc *= tl.load(scale_a_ptr).to(tl.float32)
+    if HAS_SCALE_B:
+        acc *= tl.load(scale_b_ptr).to(tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n * bias_step, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    acc = act(acc, KIND)
+    kept = (m < M)[:, None] & (n < N)[None, :]
+    if LONG:
+        m, n = m.to(tl.int64), n.to(tl.int64)
+    if HAS_RESIDUAL:
+        residual = (
+            residual_ptr + batch * residual_batch + m[:, None] * residual_row + n[None, :] * residual_column
+        )
+        acc += tl.load(residual, mask=kept, other=0.0).to(tl.float32)
+    out = out_ptr + batch * M * N + m[:, None] * N + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+# One row is no case of its own: its loads would be laid out as if they were scalars.
+@triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     a_ptr,
     b_ptr,
@@ -80,6 +139,8 @@ def matmul_kernel(
     residual_batch,
     residual_row,
     residual_column,
+    k_share,
+    splits,
     KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -89,6 +150,7 @@ def matmul_kernel(
     NATIVE: tl.constexpr,
     LONG: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -96,6 +158,13 @@ def matmul_kernel(
 ):
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
+    first, last = 0, K
+    if SPLIT:
+        # Its neighbours share the tile.
+        split = program % splits
+        program = program // splits
+        first = split * k_share
+        last = tl.minimum(first + k_share, K)
     batch = (program // (rows * columns)).to(tl.int64)
     program = program % (rows * columns)
     group = program // (GROUP * columns)
@@ -117,10 +186,10 @@ def matmul_kernel(
             k.to(tl.int64),
             k_step.to(tl.int64),
         )
-    a_tile = a_ptr + batch * a_batch + m_read[:, None] * a_row + k[None, :] * a_k
-    b_tile = b_ptr + batch * b_batch + k[:, None] * b_k + n_read[None, :] * b_column
+    a_tile = a_ptr + batch * a_batch + m_read[:, None] * a_row + (first + k)[None, :] * a_k
+    b_tile = b_ptr + batch * b_batch + (first + k)[:, None] * b_k + n_read[None, :] * b_column
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(first, last, BLOCK_K):
         if EVEN_K:
             a, b = tl.load(a_tile), tl.load(b_tile)
         else:
@@ -134,23 +203,169 @@ def matmul_kernel(
         a_tile += k_step * a_k
         b_tile += k_step * b_k
 
-    if HAS_SCALE_A:
-        acc *= tl.load(scale_a_ptr).to(tl.float32)
-    if HAS_SCALE_B:
-        acc *= tl.load(scale_b_ptr).to(tl.float32)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n * bias_step, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    acc = act(acc, KIND)
-    kept = (m < M)[:, None] & (n < N)[None, :]
-    if LONG:
-        m, n = m.to(tl.int64), n.to(tl.int64)
-    if HAS_RESIDUAL:
-        residual = (
-            residual_ptr + batch * residual_batch + m[:, None] * residual_row + n[None, :] * residual_column
+    if SPLIT:
+        # All of a split's sums lie together: (splits, batch, M, N).
+        batches = tl.num_programs(0) // (rows * columns * splits)
+        kept = (m < M)[:, None] & (n < N)[None, :]
+        if LONG:
+            m, n = m.to(tl.int64), n.to(tl.int64)
+        sums = out_ptr + (split.to(tl.int64) * batches + batch) * M * N
+        tl.store(sums + m[:, None] * N + n[None, :], acc, mask=kept)
+    else:
+        finish(
+            acc,
+            bias_ptr,
+            residual_ptr,
+            scale_a_ptr,
+            scale_b_ptr,
+            out_ptr,
+            M,
+            N,
+            m,
+            n,
+            batch,
+            bias_step,
+            residual_batch,
+            residual_row,
+            residual_column,
+            KIND,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            HAS_SCALE_A,
+            HAS_SCALE_B,
+            LONG,
         )
-        acc += tl.load(residual, mask=kept, other=0.0).to(tl.float32)
-    out = out_ptr + batch * M * N + m[:, None] * N + n[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def join_kernel(
+    sums_ptr,
+    bias_ptr,
+    residual_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    M,
+    N,
+    bias_step,
+    residual_batch,
+    residual_row,
+    residual_column,
+    batches,
+    splits,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE_A: tl.constexpr,
+    HAS_SCALE_B: tl.constexpr,
+    LONG: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds up the sums of all splits for a part of one row, and finishes it."""
+    program = tl.program_id(0)
+    columns = tl.cdiv(N, BLOCK_N)
+    batch = (program // columns // M).to(tl.int64)
+    m = program // columns % M + tl.arange(0, 1)
+    n = program % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    kept = (m < M)[:, None] & (n < N)[None, :]
+    acc = tl.zeros((1, BLOCK_N), tl.float32)
+    sums = sums_ptr + batch * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+    step = tl.full((), batches, tl.int64) * M * N
+    for _ in range(splits):
+        acc += tl.load(sums, mask=kept, other=0.0)
+        sums += step
+    finish(
+        acc,
+        bias_ptr,
+        residual_ptr,
+        scale_a_ptr,
+        scale_b_ptr,
+        out_ptr,
+        M,
+        N,
+        m,
+        n,
+        batch,
+        bias_step,
+        residual_batch,
+        residual_row,
+        residual_column,
+        KIND,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+        HAS_SCALE_A,
+        HAS_SCALE_B,
+        LONG,
+    )
+
+
+@triton.jit
+def wide_kernel(
+    a_map,
+    b_map,
+    bias_ptr,
+    residual_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    bias_step,
+    residual_batch,
+    residual_row,
+    residual_column,
+    NT: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE_A: tl.constexpr,
+    HAS_SCALE_B: tl.constexpr,
+    LONG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """matmul_kernel for many tiles of 16-bit matrices without a batch, whose tiles the copy engine fetches."""
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP * columns)
+    first_row = group * GROUP
+    height = tl.minimum(rows - first_row, GROUP)
+    row = (first_row + (program % (GROUP * columns)) % height) * BLOCK_M
+    column = (program % (GROUP * columns)) // height * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a = a_map.load([row, start])
+        if NT:
+            b = b_map.load([column, start]).T
+        else:
+            b = b_map.load([start, column])
+        acc = tl.dot(a, b, acc)
+    finish(
+        acc,
+        bias_ptr,
+        residual_ptr,
+        scale_a_ptr,
+        scale_b_ptr,
+        out_ptr,
+        M,
+        N,
+        row + tl.arange(0, BLOCK_M),
+        column + tl.arange(0, BLOCK_N),
+        tl.full((), 0, tl.int64),
+        bias_step,
+        residual_batch,
+        residual_row,
+        residual_column,
+        KIND,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+        HAS_SCALE_A,
+        HAS_SCALE_B,
+        LONG,
+    )
 
 
 def batched(x):
@@ -163,23 +378,47 @@ def reach(x):
     return (x.shape[-2] - 1) * x.stride(-2) + (x.shape[-1] - 1) * x.stride(-1)
 
 
+def mapped(x, rows, columns):
+    """A matrix's tensor map, with boxes of rows x columns."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+
+
+def has_map(x):
+    """Whether a matrix has a tensor map: rows dense, 16-byte aligned, and not over each other."""
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
 def has_float8():
     """Whether the tensor cores of the present GPU take float8_e4m3fn."""
     target = triton.runtime.driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= 89
 
 
-def blocks(M, N, itemsize):
-    """Tile, warps and stages: a thin product has its programs along N, wider elements have a shorter K."""
-    # float32 has no tensor cores without rounding: its operands stand in registers.
-    block_m, block_n, warps = (BLOCK_M, BLOCK_N, WARPS) if itemsize < 4 else (64, 64, 4)
-    block_k = max(BLOCK_K * 2 // itemsize, 32) if itemsize < 4 else 16
-    if M <= 32:
-        block_m, block_n, block_k, warps = 16 if M <= 16 else 32, THIN_N, block_k * 2, 4
+def blocks(M, N, K, itemsize, nt):
+    """Tile, warps, stages, and whether there are many tiles: a thin product has its programs along N."""
+    wide = False
+    if itemsize == 4:
+        # float32 has no tensor cores without rounding: its operands stand in registers.
+        block_m, block_n, block_k, warps, stages = 64, 64, 16, 4, STAGES
+        if M <= 32:
+            block_m, block_n, block_k = 16 if M <= 16 else 32, 32, 32
     elif M <= 64:
-        block_m, warps = 64, 4
-    block_n = min(block_n, max(16, triton.next_power_of_2(N)))
-    return block_m, block_n, block_k, warps
+        block_m, block_n, block_k = 16 if M <= 16 else 32 if M <= 32 else 64, THIN_N, THIN_K
+        if M > 32:
+            block_n, block_k = max(block_n, 64), block_k // 2
+        elif N * K < 1 << 22:
+            block_n = 32
+        elif N <= NARROW_UP_TO:
+            block_n, block_k = NARROW_N, NARROW_K
+        block_k, warps, stages = block_k * 2 // itemsize, THIN_WARPS, THIN_STAGES
+    else:
+        block_m, block_n, block_k, warps, stages = BLOCK_M, BLOCK_N, BLOCK_K * 2 // itemsize, WARPS, STAGES
+        # Many tiles: the wide side is along a's rows where b is dense along K, else along b's columns.
+        wide_m, wide_n = (WIDE, block_n) if nt else (block_m, WIDE)
+        wide = itemsize == 2 and triton.cdiv(M, wide_m) * triton.cdiv(N, wide_n) >= WIDE_FROM
+        if wide:
+            block_m, block_n, stages = wide_m, wide_n, WIDE_STAGES
+    return block_m, min(block_n, max(16, triton.next_power_of_2(N))), block_k, warps, stages, wide
 
 
 def kernel_fn(a, b, bias=None, residual=None, activation="none", scale_a=None, scale_b=None):
@@ -197,16 +436,60 @@ def kernel_fn(a, b, bias=None, residual=None, activation="none", scale_a=None, s
     if out.numel() == 0:
         return out
     B = lead[0] if lead else 1
-    block_m, block_n, block_k, warps = blocks(M, N, a.element_size())
+    itemsize, nt = a.element_size(), b.stride(-2) == 1 and b.stride(-1) != 1
+    block_m, block_n, block_k, warps, stages, wide = blocks(M, N, K, itemsize, nt)
     added = out if residual is None else residual
-    matmul_kernel[(B * triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+    tiles = B * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    splits, k_share, sums = 1, K, out
+    if M <= 64 and (M > 32 or tiles <= THIN_PROGRAMS // 4):
+        # A share has two blocks at least.
+        splits = max(min(THIN_PROGRAMS // tiles, K // (2 * block_k), 16), 1)
+        k_share = triton.cdiv(triton.cdiv(K, splits), block_k) * block_k
+        splits = max(triton.cdiv(K, max(k_share, 1)), 1)
+    if splits > 1:
+        sums = torch.empty((splits, B, M, N), dtype=torch.float32, device=a.device)
+    # A tile reads up to BLOCK_K past the last element of a row before it is masked.
+    far = max(reach(a), reach(b), reach(added), M * N) + 2 * block_k * max(a.stride(-1), b.stride(-2))
+    behind = {
+        "KIND": activation,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_SCALE_A": scale_a is not None,
+        "HAS_SCALE_B": scale_b is not None,
+        "LONG": far >= 2**31,
+    }
+    if wide and not lead and itemsize == 2 and has_map(a) and has_map(b.T if nt else b):
+        wide_kernel[(tiles,)](
+            mapped(a, block_m, block_k),
+            mapped(b.T, block_n, block_k) if nt else mapped(b, block_k, block_n),
+            out if bias is None else bias,
+            added,
+            out if scale_a is None else scale_a,
+            out if scale_b is None else scale_b,
+            out,
+            M,
+            N,
+            K,
+            1 if bias is None else bias.stride(0),
+            *batched(added),
+            NT=nt,
+            **behind,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            GROUP=GROUP,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return out
+    matmul_kernel[(tiles * splits,)](
         a.view(torch.uint8) if is_float8 else a,
         b.view(torch.uint8) if is_float8 else b,
         out if bias is None else bias,
         added,
         out if scale_a is None else scale_a,
         out if scale_b is None else scale_b,
-        out,
+        sums,
         M,
         N,
         K,
@@ -214,22 +497,37 @@ def kernel_fn(a, b, bias=None, residual=None, activation="none", scale_a=None, s
         *batched(b),
         1 if bias is None else bias.stride(0),
         *batched(added),
-        KIND=activation,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_SCALE_A=scale_a is not None,
-        HAS_SCALE_B=scale_b is not None,
+        k_share,
+        splits,
+        **behind,
+        SPLIT=splits > 1,
         FLOAT8=is_float8,
         NATIVE=is_float8 and has_float8(),
-        # A tile reads up to BLOCK_K past the last element of a row before it is masked.
-        LONG=max(reach(a), reach(b), reach(added), M * N) + 2 * block_k * max(a.stride(-1), b.stride(-2))
-        >= 2**31,
         EVEN_K=K % block_k == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP=GROUP,
         num_warps=warps,
-        num_stages=STAGES,
+        num_stages=stages,
     )
+    if splits > 1:
+        join_n = min(256, triton.next_power_of_2(N))
+        join_kernel[(B * M * triton.cdiv(N, join_n),)](
+            sums,
+            out if bias is None else bias,
+            added,
+            out if scale_a is None else scale_a,
+            out if scale_b is None else scale_b,
+            out,
+            M,
+            N,
+            1 if bias is None else bias.stride(0),
+            *batched(added),
+            B,
+            splits,
+            **behind,
+            BLOCK_N=join_n,
+            num_warps=2,
+        )
     return out
