@@ -1,18 +1,36 @@
 // kernel_type: flash_attention
 //
 // softmax(scale * q @ k.T + mask) @ v with a running maximum and sum over tiles of keys, so that no score leaves the
-// block that made it. 16-bit inputs go through the tensor cores (mma.m16n8k16, fp32 sums): a warp keeps its rows'
-// scores, weights and outputs in registers, where the weights of one product are already laid out as the next one's
-// left operand. float32 is computed in float32. Tiles that causality or the window hides as a whole are never read.
+// block that made it. Tiles that causality or the window hides as a whole are never read. 16-bit inputs take a path
+// that the shape and the device choose:
+//
+// - On Hopper the copy engine brings tiles to shared memory (tensor maps, mbarriers) and warp groups multiply from
+//   there (wgmma), one while the other one's scores become weights. Not with a mask or packed sequences.
+// - From Hopper on, one query a sequence (decoding) has its keys split among the blocks of a cluster.
+// - Else they go through mma.m16n8k16: a warp keeps its rows' scores, weights and outputs in registers, where the
+//   weights of one product are already laid out as the next one's left operand.
+//
+// float32 is computed in float32.
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <type_traits>
+
 #include "autokernel.h"
 
-constexpr int kWarps = 4;     // tune(block): 2, 4, 8
-constexpr int kRowTiles = 2;  // tune(compute): 1, 2
-constexpr int kKeys = 64;     // tune(block): 32, 64, 128
+constexpr int kWarps = 4;               // tune(block): 2, 4, 8
+constexpr int kRowTiles = 2;            // tune(compute): 1, 2
+constexpr int kKeys = 64;               // tune(block): 32, 64, 128
+constexpr bool kInTurn = true;          // tune(algorithm): false, true
+constexpr int64_t kShort = 1024;        // tune(launch): 0, 512, 1024, 2048, 4096
+constexpr int kDecodeStages = 3;        // tune(memory): 2, 3, 4
+constexpr int64_t kDecodeBlocks = 256;  // tune(launch): 64, 128, 256, 512
+
+constexpr int kMostSplits = 16;  // blocks of a cluster on Hopper; 8 elsewhere
+constexpr int kNotHere = -100;   // a kernel that this device, its driver or the build has not
 
 namespace {
 
@@ -420,6 +438,692 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
   }
 }
 
+// Marks kernels that an architecture has no instructions for: never launched, with this much static shared memory.
+__device__ __forceinline__ void not_for_this_architecture() {
+  __shared__ uint32_t mark[1];
+  *static_cast<volatile uint32_t *>(mark) = 0;
+}
+
+// --- decoding: one query a sequence ---
+
+// Each warp walks over tiles of 16 keys of its own, with copies some tiles ahead and no barrier; the 16 rows of its
+// products are the heads that share a head of keys. The blocks of a cluster split the keys; what they have summed up is
+// put together in shared memory, always in the same order.
+template <int WIDTH>
+struct Decode {
+  static constexpr int warps = WIDTH > 128 ? 2 : 4, threads = 32 * warps, keys = 16, stride = WIDTH + 8;
+  static constexpr int stages = WIDTH > 64 ? kDecodeStages : 2 * kDecodeStages - 1;
+  static constexpr int tile = keys * stride;  // elements of k or v
+  static constexpr int sums_stride = WIDTH + 4, sums = 16 * sums_stride;
+  static constexpr int ring_bytes = warps * stages * 2 * tile * 2, sums_bytes = (warps + 1) * sums * 4;
+  // The sums of the warps and of the block take the place of the tiles. Behind them: q, and the largest scores and the
+  // weights of the warps and of the block.
+  static constexpr int front = ring_bytes > sums_bytes ? ring_bytes : sums_bytes;
+  static constexpr int bytes = front + tile * 2 + (warps + 1) * 16 * 2 * 4;
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+
+// What lies in another block of the cluster where p lies in this one.
+__device__ __forceinline__ float load_from(const float *p, uint32_t block) {
+  float v;
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
+               : "=f"(v)
+               : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 load4_from(const float *p, uint32_t block) {
+  float4 v;
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block)
+      : "memory");
+  return v;
+}
+
+#endif
+
+template <typename T, int WIDTH>
+__global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, int splits, int head_tiles) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using S = Decode<WIDTH>;
+  constexpr int kStride = S::stride;
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, matrix = lane / 8, matrix_row = lane % 8;
+  T *ring = reinterpret_cast<T *>(memory) + warp * S::stages * 2 * S::tile;
+  T *q_tile = reinterpret_cast<T *>(memory + S::front);
+  float *warp_sums = reinterpret_cast<float *>(memory), *sums_of_all = warp_sums + S::warps * S::sums;
+  float *rests = reinterpret_cast<float *>(q_tile + S::tile), *rest = rests + S::warps * 32;  // of 16 rows each
+  const int rank = splits > 1 ? (int)cluster_rank() : 0;
+  const int64_t unit = blockIdx.x / splits, key_heads = a.heads / a.heads_per_key;
+  const int64_t first_head = unit % head_tiles * 16, key_head = unit / head_tiles % key_heads;
+  const int64_t batch = unit / head_tiles / key_heads;
+  const int64_t left_heads = a.heads_per_key - first_head;
+  const int rows = left_heads < 16 ? (int)left_heads : 16;
+  const Problem p = {batch, key_head * a.heads_per_key + first_head, 0, 1, 0, a.Sk};
+  const T *k = rows_of<T>(a.k, a.k_strides, p, key_head, 0), *v = rows_of<T>(a.v, a.v_strides, p, key_head, 0);
+  const float to_log2 = 1.4426950408889634f, scale = a.scale * to_log2;
+
+  const int64_t hidden = a.window > 0 && a.Sk > a.window ? a.Sk - a.window : 0;  // keys before the window
+  const int64_t tiles_begin = hidden / S::keys, tiles_end = (a.Sk + S::keys - 1) / S::keys;
+  const int64_t each = (tiles_end - tiles_begin + splits - 1) / splits;
+  const int64_t begin = tiles_begin + rank * each, end = begin + each < tiles_end ? begin + each : tiles_end;
+
+  const auto fetch = [&](int64_t i) {
+    const int64_t tile = begin + warp + i * S::warps;
+    if (tile < end) {
+      T *k_tile = ring + i % S::stages * 2 * S::tile, *v_tile = k_tile + S::tile;
+      constexpr int kChunks = WIDTH / 8;
+#pragma unroll(WIDTH > 128 ? 2 : 8)
+      for (int n = lane; n < S::keys * kChunks; n += 32) {
+        const int64_t key = tile * S::keys + n / kChunks;
+        const int column = n % kChunks * 8;
+        const int k_left = key < a.Sk ? a.D - column : 0, v_left = key < a.Sk ? a.Dv - column : 0;
+        const int k_count = k_left < 8 ? k_left > 0 ? k_left : 0 : 8;
+        const int v_count = v_left < 8 ? v_left > 0 ? v_left : 0 : 8;
+        copy_later(k_tile + n / kChunks * kStride + column, k_count > 0 ? k + key * a.k_strides.token + column : k,
+                   2 * k_count);
+        copy_later(v_tile + n / kChunks * kStride + column, v_count > 0 ? v + key * a.v_strides.token + column : v,
+                   2 * v_count);
+      }
+    }
+    end_group();  // an empty group too: the count of groups tells the tile
+  };
+#pragma unroll 1
+  for (int s = 0; s < S::stages - 1; s++) fetch(s);
+  for (int i = threadIdx.x; i < 16 * WIDTH; i += S::threads) {
+    const int row = i / WIDTH, column = i % WIDTH;
+    const T *q = static_cast<const T *>(a.q) + batch * a.q_strides.batch + (p.head + row) * a.q_strides.head;
+    q_tile[row * kStride + column] = row < rows && column < a.D ? q[column] : from_float<T>(0.0f);
+  }
+  __syncthreads();
+  // Wide heads leave no registers for all of q.
+  constexpr bool kKeep = WIDTH <= 128;
+  uint32_t q_part[kKeep ? WIDTH / 16 : 1][4];
+  const T *q_rows = q_tile + (matrix % 2 * 8 + matrix_row) * kStride + matrix / 2 * 8;
+  if constexpr (kKeep) {
+#pragma unroll
+    for (int d = 0; d < WIDTH; d += 16) ldmatrix(q_part[d / 16], q_rows + d);
+  }
+
+  float sums[WIDTH / 8][4] = {}, max[2] = {-INFINITY, -INFINITY}, weight[2] = {};
+  int64_t i = 0;
+  for (int64_t tile = begin + warp; tile < end; tile += S::warps, i++) {
+    wait_for_groups<S::stages - 2>();
+    __syncwarp();  // the other lanes' copies are here too, and all lanes are done with what the next fetch overwrites
+    fetch(i + S::stages - 1);
+    const T *k_tile = ring + i % S::stages * 2 * S::tile, *v_tile = k_tile + S::tile;
+    float scores[2][4] = {};
+#pragma unroll(kKeep ? WIDTH / 16 : 2)
+    for (int d = 0; d < WIDTH; d += 16) {
+      uint32_t columns[4], (&q_now)[4] = q_part[kKeep ? d / 16 : 0];
+      if constexpr (!kKeep) ldmatrix(q_now, q_rows + d);
+      ldmatrix(columns, k_tile + (matrix / 2 * 8 + matrix_row) * kStride + d + matrix % 2 * 8);
+      multiply(scores[0], q_now, columns[0], columns[1], T());
+      multiply(scores[1], q_now, columns[2], columns[3], T());
+    }
+    const int64_t first = tile * S::keys;
+    const bool plain = a.mask == NULL && first >= hidden && first + S::keys <= a.Sk;
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float largest = max[half];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        float &score = scores[n / 2][2 * half + n % 2];
+        score *= scale;
+        if (!plain) {
+          const int64_t key = first + n / 2 * 8 + lane % 4 * 2 + n % 2;
+          const int row = lane / 4 + half * 8;
+          if (key < hidden || key >= a.Sk || row >= rows) {
+            score = -INFINITY;
+          } else if (a.mask != NULL) {
+            const Problem one = {batch, p.head + row, 0, 1, 0, a.Sk};
+            const float added = mask_at(a, one, 0, key) * to_log2;
+            score = added == -INFINITY ? -INFINITY : score + added;
+          }
+        }
+        largest = fmaxf(largest, score);
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float zero = reference(largest);
+      shrink[half] = exp2_fast(max[half] - zero);
+      max[half] = largest;
+      float added = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        float &score = scores[n / 2][2 * half + n % 2];
+        score = exp2_fast(score - zero);
+        added += score;
+      }
+      weight[half] = weight[half] * shrink[half] + added;
+    }
+    if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+      for (int j = 0; j < WIDTH / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[j][e] *= shrink[e / 2];
+    }
+    const uint32_t weights[4] = {pack(scores[0][0], scores[0][1], T()), pack(scores[0][2], scores[0][3], T()),
+                                 pack(scores[1][0], scores[1][1], T()), pack(scores[1][2], scores[1][3], T())};
+#pragma unroll
+    for (int d = 0; d < WIDTH; d += 16) {
+      uint32_t values[4];
+      ldmatrix_transposed(values, v_tile + (matrix % 2 * 8 + matrix_row) * kStride + d + matrix / 2 * 8);
+      multiply(sums[d / 8], weights, values[0], values[1], T());
+      multiply(sums[d / 8 + 1], weights, values[2], values[3], T());
+    }
+  }
+  wait_for_groups<0>();
+  __syncthreads();  // the tiles' memory is free
+
+  float *mine = warp_sums + warp * S::sums;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float total = weight[half];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    const int row = lane / 4 + half * 8;
+    if (lane % 4 == 0) {
+      rests[warp * 32 + row] = max[half];
+      rests[warp * 32 + 16 + row] = total;
+    }
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; j++)
+      store<float, 2>(mine + row * S::sums_stride + 8 * j + lane % 4 * 2, {sums[j][2 * half], sums[j][2 * half + 1]});
+  }
+  __syncthreads();
+  constexpr int kQuads = WIDTH / 4;
+  for (int n = threadIdx.x; n < rows * kQuads; n += S::threads) {
+    const int row = n / kQuads, column = n % kQuads * 4;
+    float top = -INFINITY, total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < S::warps; w++) top = fmaxf(top, rests[w * 32 + row]);
+    Pack<float, 4> joined = {};
+#pragma unroll
+    for (int w = 0; w < S::warps; w++) {
+      const float share = exp2_fast(rests[w * 32 + row] - reference(top));
+      total += share * rests[w * 32 + 16 + row];
+      const Pack<float, 4> part = load<float, 4>(warp_sums + w * S::sums + row * S::sums_stride + column);
+#pragma unroll
+      for (int e = 0; e < 4; e++) joined.v[e] += share * part.v[e];
+    }
+    store<float, 4>(sums_of_all + row * S::sums_stride + column, joined);
+    if (column == 0) {
+      rest[row] = top;
+      rest[16 + row] = total;
+    }
+  }
+  if (splits > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  // Each block finishes a part.
+  for (int n = threadIdx.x * splits + rank; n < rows * kQuads; n += S::threads * splits) {
+    const int row = n / kQuads, column = n % kQuads * 4;
+    float top = -INFINITY, total = 0.0f;
+    Pack<float, 4> y = {};
+    if (splits > 1) {
+      float tops[kMostSplits];
+#pragma unroll
+      for (int b = 0; b < kMostSplits; b++) {
+        tops[b] = b < splits ? load_from(rest + row, b) : -INFINITY;
+        top = fmaxf(top, tops[b]);
+      }
+#pragma unroll
+      for (int b = 0; b < kMostSplits; b++) {
+        if (b >= splits) break;
+        const float share = exp2_fast(tops[b] - reference(top));
+        const float4 part = load4_from(sums_of_all + row * S::sums_stride + column, b);
+        total += share * load_from(rest + 16 + row, b);
+        y.v[0] += share * part.x, y.v[1] += share * part.y, y.v[2] += share * part.z, y.v[3] += share * part.w;
+      }
+    } else {
+      y = load<float, 4>(sums_of_all + row * S::sums_stride + column);
+      total = rest[16 + row];
+    }
+    const float share = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
+    T *out = static_cast<T *>(a.out) + (batch * a.heads + p.head + row) * a.Dv;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (column + e < a.Dv) out[column + e] = from_float<T>(y.v[e] * share);
+  }
+  if (splits > 1) cluster_sync();  // nobody leaves while another may still read its sums
+#else
+  not_for_this_architecture();
+#endif
+}
+
+// --- Hopper: the copy engine fills a ring of tiles, warp groups multiply out of it ---
+
+constexpr int kRowBytes = 128;  // of a tile's row in shared memory, which the copy engine swizzles
+
+// Tiles of q, k and v lie as columns of 64 elements, 128 bytes a row. One or two warp groups have 64 queries each; more
+// warps (with two groups a third one, which gives them its registers) tell the copy engine what to fetch. One group
+// leaves room for a second block beside it, which hides how long a block takes to begin and to end.
+template <int WIDTH, int GROUPS>
+struct Wide {
+  static constexpr int rows = 64 * GROUPS, parts = WIDTH / 64, threads = GROUPS == 1 ? 160 : 384, stages = 2;
+  static constexpr int keys = WIDTH > 128 || GROUPS == 1 ? 64 : 128, blocks = GROUPS == 1 ? 2 : 1;
+  static constexpr int q_bytes = rows * WIDTH * 2, tile_bytes = keys * WIDTH * 2;
+  static constexpr int bytes = 1024 + q_bytes + 2 * stages * tile_bytes + 128;
+};
+
+template <int STAGES>
+struct Barriers {
+  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+}
+
+// All columns of a tile of rows from `row` on.
+template <int PARTS, int ROWS>
+__device__ __forceinline__ void copy_rows(unsigned char *to, const CUtensorMap *map, uint64_t *barrier, int row,
+                                          int head, int batch) {
+  barrier_expect(barrier, PARTS * ROWS * kRowBytes);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        :
+        : "r"(shared_address(to + part * ROWS * kRowBytes)), "l"(map), "r"(shared_address(barrier)), "r"(part * 64),
+          "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+__device__ __forceinline__ void group_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+__device__ __forceinline__ void group_end() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+template <int N>
+__device__ __forceinline__ void group_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(N) : "memory");
+}
+
+// Named barriers of THREADS threads, some of which only arrive.
+template <int THREADS>
+__device__ __forceinline__ void named_sync(int name) {
+  asm volatile("bar.sync %0, %1;" : : "r"(name), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void named_arrive(int name) {
+  asm volatile("bar.arrive %0, %1;" : : "r"(name), "n"(THREADS) : "memory");
+}
+
+// What tells wgmma of a tile with rows of 128 swizzled bytes: eight rows lie together; `next_part` bytes on are the
+// next 64 elements of the rows, where those are not along the depth of the product.
+__device__ __forceinline__ uint64_t tile_descriptor(const void *p, uint32_t next_part) {
+  return (uint64_t)((shared_address(p) & 0x3FFFF) >> 4) | (uint64_t)(next_part >> 4) << 16 |
+         (uint64_t)(8 * kRowBytes >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+#define AK_WGMMA_S_64(TYPE)                                                                                            \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE            \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31},"                                                                 \
+      " %32, %33, add, 1, 1, 0, 0;}"                                                                                   \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                      \
+      : "l"(a), "l"(b), "r"(add))
+#define AK_WGMMA_S_128(TYPE)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"      \
+      " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"          \
+      " %64, %65, add, 1, 1, 0, 0;}"                                                                                   \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                      \
+      : "l"(a), "l"(b), "r"(add))
+#define AK_WGMMA_R_64(TYPE)                                                                                            \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE            \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31},"                                                                 \
+      " {%32, %33, %34, %35}, %36, add, 1, 1, 1;}"                                                                     \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define AK_WGMMA_R_128(TYPE)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"      \
+      " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"          \
+      " {%64, %65, %66, %67}, %68, add, 1, 1, 1;}"                                                                     \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define AK_WGMMA_R_256(TYPE)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE          \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"      \
+      " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64,"      \
+      " %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85,"      \
+      " %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105,"     \
+      " %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123,"   \
+      " %124, %125, %126, %127},"                                                                                      \
+      " {%128, %129, %130, %131}, %132, add, 1, 1, 1;}"                                                                \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),        \
+        "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),        \
+        "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),        \
+        "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),        \
+        "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),        \
+        "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),   \
+        "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),              \
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),              \
+        "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),              \
+        "+f"(d[126]), "+f"(d[127])                                                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+#define AK_WGMMA(WHERE, N)                   \
+  if constexpr (SUMS == N / 2) {             \
+    if constexpr (std::is_same_v<T, __half>) \
+      AK_WGMMA_##WHERE##_##N("f16");         \
+    else                                     \
+      AK_WGMMA_##WHERE##_##N("bf16");        \
+  }
+
+// d += a @ b for 64 rows, 2 * SUMS columns and a depth of 16, or d = a @ b without `add`: a and b in shared memory,
+// rows along the depth.
+template <typename T, int SUMS>
+__device__ __forceinline__ void multiply_shared(float (&d)[SUMS], uint64_t a, uint64_t b, uint32_t add) {
+  AK_WGMMA(S, 64)
+  AK_WGMMA(S, 128)
+}
+
+// The same with a in registers, and b's rows along the columns of the product.
+template <typename T, int SUMS>
+__device__ __forceinline__ void multiply_registers(float (&d)[SUMS], const uint32_t (&a)[4], uint64_t b, uint32_t add) {
+  AK_WGMMA(R, 64)
+  AK_WGMMA(R, 128)
+  AK_WGMMA(R, 256)
+}
+#undef AK_WGMMA
+
+// A warp group's running softmax over its scores: rows lane / 4 and lane / 4 + 8 of each warp.
+struct Running {
+  float max[2], weight[2], shrink[2];
+};
+
+// Scores become weights. HIDE: keys outside of [begin, end) of a row, counted from the tile's first, are hidden.
+template <int SCORES>
+__device__ __forceinline__ void soften(float (&scores)[SCORES], Running &r, float scale, bool hide,
+                                       const int (&begin)[2], const int (&end)[2], int lane) {
+  if (hide) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (key < begin[i / 2 % 2] || key >= end[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float largest = r.max[half];
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (i / 2 % 2 == half) largest = fmaxf(largest, scores[i]);
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float zero = reference(largest) * scale;
+    r.shrink[half] = exp2_fast(r.max[half] * scale - zero);
+    r.max[half] = largest;
+    float added = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (i / 2 % 2 == half) {
+        scores[i] = exp2_fast(scores[i] * scale - zero);
+        added += scores[i];
+      }
+    r.weight[half] = r.weight[half] * r.shrink[half] + added;
+  }
+}
+
+template <typename T, int SCORES>
+__device__ __forceinline__ void pack_all(uint32_t (&weights)[SCORES / 8][4], const float (&scores)[SCORES]) {
+#pragma unroll
+  for (int i = 0; i < SCORES; i += 2) weights[i / 8][i / 2 % 4] = pack(scores[i], scores[i + 1], T());
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T, int WIDTH, int GROUPS>
+__global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROUPS>::blocks)
+    attend_wide(const Attention a, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                const __grid_constant__ CUtensorMap v_map) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Wide<WIDTH, GROUPS>;
+  constexpr bool kTurns = kInTurn && GROUPS == 2;
+  extern __shared__ unsigned char memory[];
+  unsigned char *q_tile = memory + (1024 - shared_address(memory) % 1024) % 1024;
+  unsigned char *k_tiles = q_tile + S::q_bytes, *v_tiles = k_tiles + S::stages * S::tile_bytes;
+  Barriers<S::stages> *barriers = reinterpret_cast<Barriers<S::stages> *>(v_tiles + S::stages * S::tile_bytes);
+  const int group = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    barrier_init(&barriers->q_full, 1);
+    for (int s = 0; s < S::stages; s++) {
+      barrier_init(&barriers->k_full[s], 1);
+      barrier_init(&barriers->v_full[s], 1);
+      barrier_init(&barriers->k_empty[s], GROUPS);
+      barrier_init(&barriers->v_empty[s], GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+  }
+  __syncthreads();
+  const Problem p = problem_of(a, blockIdx.x / a.tiles);
+  // The last rows have the most keys under causality: they go first.
+  const int64_t top = (a.tiles - 1 - blockIdx.x % a.tiles) * S::rows;
+  const int64_t bottom = top + S::rows < a.Sq ? top + S::rows - 1 : a.Sq - 1;
+  const Range range = range_of(a, p, top, bottom, S::keys);
+  const int count = range.begin < range.end ? (int)((range.end - range.begin + S::keys - 1) / S::keys) : 0;
+  const int64_t last = range.begin + (int64_t)(count - 1) * S::keys;  // tiles go from here to the beginning
+
+  if (group == GROUPS) {
+    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == 128 * GROUPS) {
+      const int head = (int)p.head, key_head = (int)(p.head / a.heads_per_key), batch = (int)p.batch;
+      if (count > 0)
+        copy_rows<S::parts, S::rows>(q_tile, &q_map, &barriers->q_full, (int)top, head, batch);
+      for (int i = 0; i < count; i++) {
+        const int stage = i % S::stages, key = (int)(last - (int64_t)i * S::keys);
+        const uint32_t parity = i / S::stages % 2 ^ 1;
+        barrier_wait(&barriers->k_empty[stage], parity);
+        copy_rows<S::parts, S::keys>(k_tiles + stage * S::tile_bytes, &k_map, &barriers->k_full[stage], key, key_head,
+                                     batch);
+        barrier_wait(&barriers->v_empty[stage], parity);
+        copy_rows<S::parts, S::keys>(v_tiles + stage * S::tile_bytes, &v_map, &barriers->v_full[stage], key, key_head,
+                                     batch);
+      }
+    }
+  } else {
+    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+    const float scale = a.scale * 1.4426950408889634f;  // scores in powers of 2: exp2 is cheaper
+    const int64_t shift = p.k_length - p.q_length, row = top + 16 * warp + lane / 4, group_top = top + 64 * group;
+    float sums[WIDTH / 2], scores[S::keys / 2];
+    uint32_t weights[S::keys / 16][4];
+    Running running = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) sums[i] = 0.0f;
+
+    const auto multiply_keys = [&](int i) {
+      const int stage = i % S::stages;
+      const uint64_t q = tile_descriptor(q_tile + group * 64 * kRowBytes, 16);
+      const uint64_t k = tile_descriptor(k_tiles + stage * S::tile_bytes, 16);
+#pragma unroll
+      for (int d = 0; d < WIDTH / 16; d++)  // 16 elements on are 32 bytes of a row, 64 the next part
+        multiply_shared<T>(scores, q + ((d / 4 * S::rows * kRowBytes + d % 4 * 32) >> 4),
+                           k + ((d / 4 * S::keys * kRowBytes + d % 4 * 32) >> 4), d > 0);
+      group_end();
+    };
+    const auto multiply_values = [&](int i) {
+      const uint64_t v = tile_descriptor(v_tiles + i % S::stages * S::tile_bytes, S::keys * kRowBytes);
+#pragma unroll
+      for (int n = 0; n < S::keys / 16; n++)
+        multiply_registers<T>(sums, weights[n], v + (n * 16 * kRowBytes >> 4), 1);
+      group_end();
+    };
+    const auto soften_tile = [&](int i) {
+      const int64_t first = last - (int64_t)i * S::keys;
+      const bool plain = first + S::keys <= p.k_length && (!a.causal || first + S::keys - 1 <= group_top + shift) &&
+                         (a.window <= 0 || first > group_top + 63 + shift - a.window);
+      int begin[2] = {0, 0}, end[2] = {0, 0};
+      if (!plain) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const Seen seen = seen_of(a, p, row + 8 * half, first, S::keys);
+          begin[half] = seen.begin;
+          end[half] = seen.end;
+        }
+      }
+      soften(scores, running, scale, !plain, begin, end, lane);
+    };
+
+    if (count > 0) {
+      barrier_wait(&barriers->q_full, 0);
+      barrier_wait(&barriers->k_full[0], 0);
+      if (kTurns && group == 1) named_arrive<256>(1);  // the first group begins
+      group_begin();
+      multiply_keys(0);
+      group_wait<0>();
+      if (thread == 0) barrier_arrive(&barriers->k_empty[0]);
+      soften_tile(0);
+      pack_all<T>(weights, scores);
+      for (int i = 1; i < count; i++) {
+        const int stage = i % S::stages, before = (i - 1) % S::stages;
+        barrier_wait(&barriers->k_full[stage], i / S::stages % 2);
+        if (kTurns) named_sync<256>(1 + group);
+        group_begin();
+        multiply_keys(i);
+        barrier_wait(&barriers->v_full[before], (i - 1) / S::stages % 2);
+        group_begin();
+        multiply_values(i - 1);
+        if (kTurns) named_arrive<256>(2 - group);  // the other group's products run while these scores are softened
+        group_wait<1>();
+        if (thread == 0) barrier_arrive(&barriers->k_empty[stage]);
+        soften_tile(i);
+        group_wait<0>();
+        if (thread == 0) barrier_arrive(&barriers->v_empty[before]);
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; j++) sums[j] *= running.shrink[j / 2 % 2];
+        pack_all<T>(weights, scores);
+      }
+      if (kTurns && group == 0) named_sync<256>(1);
+      barrier_wait(&barriers->v_full[(count - 1) % S::stages], (count - 1) / S::stages % 2);
+      group_begin();
+      multiply_values(count - 1);
+      group_wait<0>();
+    }
+
+    float share[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float total = running.weight[half];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      share[half] = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
+    }
+    named_sync<128>(3 + group);  // all of the group's products with q are done: its rows' memory is free
+    T *out = static_cast<T *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + top + 16 * warp) * a.Dv;
+    const int64_t rows_left = a.Sq - top - 16 * warp;
+#pragma unroll
+    for (int part = 0; part < S::parts; part++) {
+      // 16 rows of 128 bytes; the chunks of a row change places, so that rows start in different banks.
+      unsigned char *mine = q_tile + part * S::rows * kRowBytes + warp * 16 * kRowBytes;
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int at = part * 32 + 4 * j + 2 * half;
+          unsigned char *to = mine + (lane / 4 + 8 * half) * kRowBytes + (j ^ lane / 4) * 16 + lane % 4 * 4;
+          *reinterpret_cast<uint32_t *>(to) = pack(sums[at] * share[half], sums[at + 1] * share[half], T());
+        }
+      __syncwarp();
+#pragma unroll
+      for (int n = lane; n < 16 * 8; n += 32) {
+        const int r = n / 8, chunk = n % 8, column = part * 64 + chunk * 8;
+        if (r >= rows_left || column >= a.Dv) continue;
+        const Pack<T, 8> values = load<T, 8>(reinterpret_cast<const T *>(mine + r * kRowBytes + (chunk ^ r % 8) * 16));
+        T *y = out + r * a.Dv + column;
+        if (a.Dv % 8 == 0) {
+          store<T, 8>(y, values);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 8; e++)
+            if (column + e < a.Dv) y[e] = values.v[e];
+        }
+      }
+    }
+  }
+#else
+  not_for_this_architecture();
+#endif
+}
+
 // --- float32 ---
 
 template <int ROWS, int WIDTH, int THREADS>
@@ -590,8 +1294,144 @@ int launch(K kernel, Attention &a, int rows, int threads, int bytes, int64_t lon
   return (int)cudaGetLastError();
 }
 
+// --- host, from Hopper on ---
+
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function that writes tensor maps, or NULL.
+Encode encoder() {
+  static std::atomic<void *> kept{NULL};
+  void *found = kept.load(std::memory_order_relaxed);
+  if (found == NULL) {
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    const cudaError_t code =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t code = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    if (code != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+      cudaGetLastError();
+      return NULL;
+    }
+    kept.store(found, std::memory_order_relaxed);
+  }
+  return reinterpret_cast<Encode>(found);
+}
+
+// A tensor's map: boxes of 64 elements (128 bytes, swizzled) of so many tokens. Its rows are dense and aligned for
+// packs; false where it has none, as an expanded tensor.
+template <typename T>
+bool map_of(CUtensorMap *map, const void *data, const Strides &s, int64_t width, int64_t tokens, int64_t heads,
+            int64_t batch, int rows) {
+  const Encode encode = encoder();
+  if (encode == NULL) return false;
+  const int64_t row = (width + 7) / 8 * 8, counts[3] = {tokens, heads, batch}, given[3] = {s.token, s.head, s.batch};
+  const cuuint64_t sizes[4] = {(cuuint64_t)width, (cuuint64_t)tokens, (cuuint64_t)heads, (cuuint64_t)batch};
+  cuuint64_t strides[3];
+  for (int d = 0; d < 3; d++) {
+    if (counts[d] > INT32_MAX || (counts[d] > 1 && given[d] <= 0)) return false;
+    strides[d] = (cuuint64_t)(counts[d] > 1 ? given[d] : row) * 2;
+  }
+  const cuuint32_t box[4] = {64, (cuuint32_t)rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUtensorMapDataType type =
+      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode(map, type, 4, const_cast<void *>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Whether this device has a kernel's instructions and its shared memory; asked once a device.
+template <auto KERNEL>
+bool runs_here(int bytes, bool wide_clusters, int device) {
+  constexpr int kDevices = 64;
+  static std::atomic<signed char> kept[kDevices];
+  if (device < 0 || device >= kDevices) return false;
+  signed char known = kept[device].load(std::memory_order_relaxed);
+  if (known == 0) {
+    cudaFuncAttributes attributes;
+    bool able = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.sharedSizeBytes == 0 &&
+                cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+    if (able && wide_clusters)
+      able = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
+    if (!able) cudaGetLastError();
+    known = able ? 1 : -1;
+    kept[device].store(known, std::memory_order_relaxed);
+  }
+  return known > 0;
+}
+
 template <typename T, int WIDTH>
-int run(Attention &a, int64_t longest, cudaStream_t stream) {
+int run_decode(const Attention &a, int major, int device, cudaStream_t stream) {
+  using S = Decode<WIDTH>;
+  if (!runs_here<decode<T, WIDTH>>(S::bytes, true, device)) return kNotHere;
+  const int64_t head_tiles = (a.heads_per_key + 15) / 16;
+  const int64_t units = a.sequences * (a.heads / a.heads_per_key) * head_tiles;
+  const int64_t seen = a.window > 0 && a.window < a.Sk ? a.window : a.Sk, most = major == 9 ? kMostSplits : 8;
+  int splits = 1;
+  // A warp has four tiles at least.
+  while (splits < most && units * splits < kDecodeBlocks && seen >= (int64_t)splits * 2 * S::warps * 4 * S::keys)
+    splits *= 2;
+  for (;; splits /= 2) {
+    if (units * splits > 0x7fffffff) return AK_UNSUPPORTED;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = splits;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(units * splits));
+    config.blockDim = dim3(S::threads);
+    config.dynamicSmemBytes = S::bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    const cudaError_t code = cudaLaunchKernelEx(&config, decode<T, WIDTH>, a, splits, (int)head_tiles);
+    if (code == cudaSuccess) return (int)cudaGetLastError();
+    cudaGetLastError();
+    // Sixteen blocks of a cluster are more than every device promises room for.
+    if (splits <= 8) return (int)code;
+  }
+}
+
+template <typename T, int WIDTH, int GROUPS>
+int run_wide(Attention &a, int64_t key_heads, int device, cudaStream_t stream) {
+  using S = Wide<WIDTH, GROUPS>;
+  CUtensorMap q_map, k_map, v_map;
+  if (!runs_here<attend_wide<T, WIDTH, GROUPS>>(S::bytes, false, device) ||
+      !map_of<T>(&q_map, a.q, a.q_strides, a.D, a.Sq, a.heads, a.sequences, S::rows) ||
+      !map_of<T>(&k_map, a.k, a.k_strides, a.D, a.Sk, key_heads, a.sequences, S::keys) ||
+      !map_of<T>(&v_map, a.v, a.v_strides, a.Dv, a.Sk, key_heads, a.sequences, S::keys))
+    return kNotHere;
+  a.tiles = (a.Sq + S::rows - 1) / S::rows;
+  const int64_t blocks = a.tiles * a.heads * a.sequences;
+  if (blocks > 0x7fffffff) return AK_UNSUPPORTED;
+  attend_wide<T, WIDTH, GROUPS><<<(unsigned)blocks, S::threads, S::bytes, stream>>>(a, q_map, k_map, v_map);
+  return (int)cudaGetLastError();
+}
+
+template <typename T, int WIDTH>
+int run(Attention &a, int64_t longest, int64_t key_heads, const AkContext *ctx) {
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  int major = 0, code = kNotHere;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->device);
+  if (major >= 9 && a.cu_q == NULL && a.k_packs && a.v_packs && a.Sk > 0) {
+    if (a.Sq == 1)
+      code = run_decode<T, WIDTH>(a, major, ctx->device, stream);
+    else if (a.q_packs && a.mask == NULL && a.scale > 0.0f && major == 9)
+    {
+      int processors = 0;
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, ctx->device);
+      const int64_t blocks = (a.Sq + 127) / 128 * a.heads * a.sequences;
+      // Short sequences, or too few: smaller blocks.
+      if (WIDTH <= 128 && (a.Sk <= kShort || blocks < processors))
+        code = run_wide<T, WIDTH <= 128 ? WIDTH : 128, 1>(a, key_heads, ctx->device, stream);
+      else
+        code = run_wide<T, WIDTH, 2>(a, key_heads, ctx->device, stream);
+    }
+    if (code != kNotHere) return code;
+  }
   using S = Shape<WIDTH>;
   const int bytes = S::bytes + (a.mask != NULL ? S::mask_bytes : 0);
   return launch(attend<T, WIDTH>, a, S::rows, S::threads, bytes, longest, stream);
@@ -668,13 +1508,13 @@ extern "C" int flash_attention(const AkTensor *q, const AkTensor *k, const AkTen
              : widest <= 128 ? run_float<128>(a, longest, stream)
                              : run_float<256>(a, longest, stream);
     case AK_F16:
-      return widest <= 64    ? run<__half, 64>(a, longest, stream)
-             : widest <= 128 ? run<__half, 128>(a, longest, stream)
-                             : run<__half, 256>(a, longest, stream);
+      return widest <= 64    ? run<__half, 64>(a, longest, k->sizes[1], ctx)
+             : widest <= 128 ? run<__half, 128>(a, longest, k->sizes[1], ctx)
+                             : run<__half, 256>(a, longest, k->sizes[1], ctx);
     case AK_BF16:
-      return widest <= 64    ? run<__nv_bfloat16, 64>(a, longest, stream)
-             : widest <= 128 ? run<__nv_bfloat16, 128>(a, longest, stream)
-                             : run<__nv_bfloat16, 256>(a, longest, stream);
+      return widest <= 64    ? run<__nv_bfloat16, 64>(a, longest, k->sizes[1], ctx)
+             : widest <= 128 ? run<__nv_bfloat16, 128>(a, longest, k->sizes[1], ctx)
+                             : run<__nv_bfloat16, 256>(a, longest, k->sizes[1], ctx);
     default: return AK_UNSUPPORTED;
   }
 }
