@@ -21,7 +21,7 @@ constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
-constexpr int kMost = 16;         // packs of a thread in rows that one block holds where there are no clusters
+constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
 constexpr int kLargestCluster = 8;
 static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");

@@ -26,7 +26,7 @@ constexpr int kSlices = 8;      // tune(block): 1, 2, 4, 8, 16, 32
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
-constexpr int kMost = 16;         // packs of a thread in rows that one block holds where there are no clusters
+constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
 constexpr int kLargestCluster = 8;
 constexpr int kShared = 112 << 10;  // bytes of the longest row that is held in shared memory: two of them at a time
 constexpr int kStages = 4;          // in which such a row arrives
