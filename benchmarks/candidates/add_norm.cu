@@ -1,0 +1,694 @@
+// kernel_type: add_norm
+//
+// s = x + residual rounded to x's dtype, and the norm of s over the last dimension, in fp32: for a layer norm first the
+// mean, then the squares of the deviations from it. A row of both is read once, in 16-byte packs, and s held in registers:
+// few lanes where it is short, a block where it is long, a cluster of blocks where it is longer. Rows may start anywhere,
+// as long as all tensors' start at the same distance from a 16-byte boundary. Of all else s is written first and read back.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "autokernel.h"
+
+constexpr int kHeld = 2;        // tune(memory): 1, 2, 4, 8
+constexpr int kThreads = 128;   // tune(block): 64, 128, 256, 512
+constexpr int kColdLoad = 0;    // tune(memory): 0, 1
+constexpr int kColdStore = 0;   // tune(memory): 0, 1
+constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
+constexpr int kClusters = 1;    // tune(algorithm): 0, 1
+
+namespace {
+
+constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
+constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
+constexpr int kLargestCluster = 8;
+static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
+static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
+
+// A 32-bit word of elements, to and from float.
+template <typename T>
+constexpr int kInWord = 4 / (int)sizeof(T);
+
+__device__ __forceinline__ void widen(uint32_t word, float *v, float) { v[0] = __uint_as_float(word); }
+__device__ __forceinline__ void widen(uint32_t word, float *v, __nv_bfloat16) {
+  v[0] = __uint_as_float(word << 16);
+  v[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void widen(uint32_t word, float *v, __half) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2 *>(&word));
+  v[0] = pair.x;
+  v[1] = pair.y;
+}
+__device__ __forceinline__ uint32_t narrow(const float *v, float) { return __float_as_uint(v[0]); }
+__device__ __forceinline__ uint32_t narrow(const float *v, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+__device__ __forceinline__ uint32_t narrow(const float *v, __half) {
+  const __half2 pair = __floats2half2_rn(v[0], v[1]);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ void from_float(float x, float *y) { *y = x; }
+__device__ __forceinline__ void from_float(float x, __half *y) { *y = __float2half_rn(x); }
+__device__ __forceinline__ void from_float(float x, __nv_bfloat16 *y) { *y = __float2bfloat16_rn(x); }
+
+template <typename T>
+constexpr int kPack = 16 / (int)sizeof(T);
+
+// V elements as they lie in memory: a 16-byte pack, or a single one.
+template <typename T, int V>
+struct Raw {
+  uint4 bits;
+  __device__ __forceinline__ void load(const T *p, bool cold) {
+    bits = cold ? __ldcs(reinterpret_cast<const uint4 *>(p)) : *reinterpret_cast<const uint4 *>(p);
+  }
+  __device__ __forceinline__ void floats(float (&v)[V]) const {
+    constexpr int W = kInWord<T>;
+    widen(bits.x, v, T());
+    widen(bits.y, v + W, T());
+    widen(bits.z, v + 2 * W, T());
+    widen(bits.w, v + 3 * W, T());
+  }
+  __device__ __forceinline__ void take(const float (&v)[V]) {
+    constexpr int W = kInWord<T>;
+    bits = {narrow(v, T()), narrow(v + W, T()), narrow(v + 2 * W, T()), narrow(v + 3 * W, T())};
+  }
+  __device__ __forceinline__ void store(T *p, bool cold) const {
+    if (cold)
+      __stcs(reinterpret_cast<uint4 *>(p), bits);
+    else
+      *reinterpret_cast<uint4 *>(p) = bits;
+  }
+};
+template <typename T>
+struct Raw<T, 1> {
+  T value;
+  __device__ __forceinline__ void load(const T *p, bool) { value = *p; }
+  __device__ __forceinline__ void floats(float (&v)[1]) const { v[0] = to_float(value); }
+  __device__ __forceinline__ void take(const float (&v)[1]) { from_float(v[0], &value); }
+  __device__ __forceinline__ void store(T *p, bool) const { *p = value; }
+};
+
+template <typename T, int V>
+__device__ __forceinline__ void store(T *p, const float (&v)[V], bool cold) {
+  Raw<T, V> raw;
+  raw.take(v);
+  raw.store(p, cold);
+}
+
+// All that rows may be read from, neighbours included.
+template <typename T>
+struct Bounds {
+  const T *begin, *end;
+};
+
+// A row cut where memory has its 16-byte boundaries: `packs` packs from `lead` elements before the row on, of which the
+// first and the last may lie in it in part. Where ALIGNED, rows start at a boundary and end at one.
+template <typename T, bool ALIGNED>
+struct Span {
+  static constexpr int V = kPack<T>;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  int lead, end, packs;
+
+  __device__ __forceinline__ Span(const T *row, int N)
+      : lead(ALIGNED ? 0 : (int)((uintptr_t)row % 16 / sizeof(T))), end(lead + N),
+        packs(ALIGNED ? N / V : (end + V - 1) / V) {}
+  // Whether pack p, one of `packs`, is all of the row's.
+  __device__ __forceinline__ bool whole(int p) const { return ALIGNED || (p * V >= lead && (p + 1) * V <= end); }
+  __device__ __forceinline__ bool has(int element) const { return ALIGNED || (element >= lead && element < end); }
+  // Pack p of memory that starts `lead` elements before the row. A pack at an end of the row has something of its
+  // neighbours in it, see `clear`; one that sticks out of the tensor is read element by element.
+  __device__ __forceinline__ void load(Raw<T, V> &raw, const T *start, int p, Bounds<T> bounds, bool cold) const {
+    const T *at = start + p * V;
+    if (whole(p) || (at >= bounds.begin && at + V <= bounds.end)) {
+      raw.load(at, cold);
+    } else {
+      uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < V; i++)
+        if (has(p * V + i))
+          words[i / kInWord<T>] |= (uint32_t) reinterpret_cast<const Bits *>(at)[i] << (i % kInWord<T> * 16);
+      raw.bits = {words[0], words[1], words[2], words[3]};
+    }
+  }
+  // The floats of pack p, `fill` in the place of what is not the row's.
+  __device__ __forceinline__ void floats(const Raw<T, V> &raw, int p, float (&v)[V], float fill) const {
+    raw.floats(v);
+    if (whole(p)) return;
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (!has(p * V + i)) v[i] = fill;
+  }
+  __device__ __forceinline__ void store(T *start, int p, const Raw<T, V> &raw, bool cold) const {
+    if (whole(p)) {
+      raw.store(start + p * V, cold);
+    } else {
+      const uint32_t words[4] = {raw.bits.x, raw.bits.y, raw.bits.z, raw.bits.w};
+#pragma unroll
+      for (int i = 0; i < V; i++)
+        if (has(p * V + i))
+          reinterpret_cast<Bits *>(start)[p * V + i] = (Bits)(words[i / kInWord<T>] >> (i % kInWord<T> * 16));
+    }
+  }
+};
+
+// The leading dimensions of a tensor: row r starts at r * stride, or with `inner` rows in a group, groups at `outer`.
+struct Rows {
+  int64_t inner, outer, stride;
+  __device__ __forceinline__ int64_t start(int64_t row) const {
+    return inner == 0 ? row * stride : row / inner * outer + row % inner * stride;
+  }
+};
+
+// A weight or bias of x's dtype or float32, or none.
+struct Parameter {
+  const void *data;  // NULL for none
+  bool is_float, aligned;
+};
+
+template <typename T, int V>
+__device__ __forceinline__ void load_parameter(Parameter parameter, int64_t column, float (&values)[V]) {
+  if (sizeof(T) == 4 || parameter.is_float) {
+    const float *p = static_cast<const float *>(parameter.data) + column;
+    constexpr int W = V < 4 ? V : 4;
+#pragma unroll
+    for (int i = 0; i < V; i += W) {
+      Raw<float, W> raw;
+      float some[W];
+      raw.load(p + i, false);
+      raw.floats(some);
+#pragma unroll
+      for (int j = 0; j < W; j++) values[i + j] = some[j];
+    }
+  } else {
+    Raw<T, V> raw;
+    raw.load(static_cast<const T *>(parameter.data) + column, false);
+    raw.floats(values);
+  }
+}
+
+// The values for pack p of a row. Where rows start anywhere, those of a whole pack are put together from two packs of the
+// parameter; a pack at a row's end takes them one by one.
+template <typename T, bool ALIGNED>
+__device__ __forceinline__ void load_for(Parameter parameter, const Span<T, ALIGNED> &span, int p,
+                                         float (&values)[kPack<T>]) {
+  constexpr int V = kPack<T>;
+  const int column = p * V - span.lead;
+  if constexpr (ALIGNED) {
+    load_parameter<T, V>(parameter, column, values);
+  } else {
+    const int first = column & ~(V - 1), off = column - first;
+    const bool same = sizeof(T) == 4 || !parameter.is_float;
+    if (same && parameter.aligned && column >= 0 && first + 2 * V <= span.end - span.lead) {
+      const T *data = static_cast<const T *>(parameter.data) + first;
+      Raw<T, V> low, high;
+      low.load(data, false);
+      high.load(data + V, false);
+      uint32_t w[8] = {low.bits.x, low.bits.y, low.bits.z, low.bits.w, high.bits.x, high.bits.y, high.bits.z, high.bits.w};
+      const int words = off / kInWord<T>;
+#pragma unroll
+      for (int i = 0; i < 6; i++) w[i] = words & 2 ? w[i + 2] : w[i];
+#pragma unroll
+      for (int i = 0; i < 5; i++) w[i] = words & 1 ? w[i + 1] : w[i];
+#pragma unroll
+      for (int i = 0; i < 4; i++) w[i] = __funnelshift_r(w[i], w[i + 1], sizeof(T) == 2 ? off % 2 * 16 : 0);
+      low.bits = {w[0], w[1], w[2], w[3]};
+      low.floats(values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        float one[1] = {0.0f};
+        if (span.has(p * V + i)) load_parameter<T, 1>(parameter, column + i, one);
+        values[i] = one[0];
+      }
+    }
+  }
+}
+
+// A cluster of blocks, on devices that have them (from 9.0 on): its blocks read each other's shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return (int)rank;
+}
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return (int)size;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ float in_block(const float *mine, int rank) {
+  uint32_t place = (uint32_t)__cvta_generic_to_shared(mine), there;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+  return value;
+}
+#else  // never launched there: see has_clusters
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_arrive() { __trap(); }
+__device__ __forceinline__ void cluster_wait() { __trap(); }
+__device__ __forceinline__ float in_block(const float *mine, int) { return *mine; }
+#endif
+
+// What is known of some elements: how many there are, their mean, and the squares of the deviations from it together.
+struct Moments {
+  float mean, squares, count;
+};
+
+constexpr int kSlots = 16;  // warps of a block at most
+struct alignas(16) Partial {
+  float of_row[3][kMaxThreads / 64][kSlots];
+};
+
+__device__ __forceinline__ float warp_sum(float value) {
+  if (blockDim.x >= 32) {
+#pragma unroll
+    for (int far = 16; far > 0; far /= 2) value += __shfl_xor_sync(0xffffffffu, value, far);
+  } else {
+    for (int far = blockDim.x / 2; far > 0; far /= 2) value += __shfl_xor_sync(0xffffffffu, value, far);
+  }
+  return value;
+}
+
+// The moments of a row from those of its warps, in every thread, in an order that never changes, by the formula of Chan,
+// Golub and LeVeque. Of two calls one after the other the second must use another `partial`.
+__device__ __forceinline__ Moments over_row(Moments mine, Partial &partial) {
+  const int warps = blockDim.x / 32;
+  if (warps <= 1) return mine;
+  float *means = partial.of_row[0][threadIdx.y], *squares = partial.of_row[1][threadIdx.y];
+  float *counts = partial.of_row[2][threadIdx.y];
+  if (threadIdx.x % 32 == 0) {
+    means[threadIdx.x / 32] = mine.mean;
+    squares[threadIdx.x / 32] = mine.squares;
+    counts[threadIdx.x / 32] = mine.count;
+  }
+  __syncthreads();
+  Moments all = {0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kSlots; i++) {
+    if (i >= warps) break;
+    all.count += counts[i];
+    all.mean += counts[i] * means[i];
+  }
+  all.mean = all.count > 0.0f ? all.mean / all.count : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSlots; i++) {
+    if (i >= warps) break;
+    const float off = means[i] - all.mean;
+    all.squares += squares[i] + counts[i] * off * off;
+  }
+  return all;
+}
+
+// The same from those of the blocks of a cluster; cluster_wait() must follow before a block ends.
+__device__ __forceinline__ Moments over_cluster(Moments mine, Moments *slot) {
+  if (threadIdx.x == 0) *slot = mine;
+  cluster_arrive();
+  cluster_wait();
+  Moments all = {0.0f, 0.0f, 0.0f};
+  for (int rank = 0; rank < cluster_size(); rank++) {
+    const float count = in_block(&slot->count, rank);
+    all.count += count;
+    all.mean += count * in_block(&slot->mean, rank);
+  }
+  all.mean /= all.count;
+  for (int rank = 0; rank < cluster_size(); rank++) {
+    const float off = in_block(&slot->mean, rank) - all.mean;
+    all.squares += in_block(&slot->squares, rank) + in_block(&slot->count, rank) * off * off;
+  }
+  cluster_arrive();
+  return all;
+}
+
+// Elements of a row that the warp of this thread holds, where it starts at pack `first` of its block's part: HELD packs a
+// lane, `lanes` apart.
+template <int HELD, typename S>
+__device__ __forceinline__ float elements_of_warp(const S &span, int packs, int first, int lanes) {
+  int count = 0;
+#pragma unroll
+  for (int k = 0; k < HELD; k++) {
+    const int left = packs - first - k * lanes, wide = lanes < 32 ? lanes : 32;
+    count += (left < 0 ? 0 : left < wide ? left : wide) * S::V;
+    // The ends of the row may be parts of packs.
+    if (first + k * lanes == 0 && packs > 0) count -= span.lead;
+    if (left > 0 && left <= wide) count -= packs * S::V - span.end;
+  }
+  return (float)count;
+}
+
+// What turns a row into its norm, y = (x - mean) * scale.
+template <typename T, int V>
+__device__ __forceinline__ void normalize(float (&v)[V], float mean, float scale) {
+#pragma unroll
+  for (int i = 0; i < V; i++) v[i] = (v[i] - mean) * scale;
+}
+
+// Rounded as it is stored: the norm is that of the rounded sum.
+template <typename T, int V>
+__device__ __forceinline__ Raw<T, V> add(const Raw<T, V> &a, const Raw<T, V> &b) {
+  float v[V], w[V];
+  a.floats(v);
+  b.floats(w);
+#pragma unroll
+  for (int i = 0; i < V; i++) v[i] += w[i];
+  Raw<T, V> sum;
+  sum.take(v);
+  return sum;
+}
+
+// Rows of at most blockDim.x * HELD packs; CLUSTER: so many for each block of a cluster, which takes one row.
+template <typename T, int HELD, bool ALIGNED, bool CLUSTER>
+__global__ void __launch_bounds__(kMaxThreads)
+    held_rows(const T *__restrict__ x, Rows x_rows, const T *__restrict__ residual, Rows residual_rows,
+              Parameter weight, Parameter bias, float eps, float offset, bool layer, T *__restrict__ out,
+              T *__restrict__ sum_out, int64_t M, int N, Bounds<T> x_bounds, Bounds<T> residual_bounds) {
+  constexpr int V = kPack<T>, GROUP = HELD < 4 ? HELD : 4;  // packs of each input on their way at a time
+  __shared__ Partial partial[2];
+  __shared__ Moments slot;
+  const int lanes = blockDim.x, begin = (CLUSTER ? cluster_rank() * lanes * HELD : 0) + threadIdx.x;
+  const int64_t step = (int64_t)gridDim.x * blockDim.y;
+  int64_t row = CLUSTER ? blockIdx.x / cluster_size() : (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+  int turn = 0;
+  for (int64_t first = row - threadIdx.y; first < M; first += step, row += step, turn ^= 1) {
+    const bool live = row < M;
+    const T *a = x + (live ? x_rows.start(row) : 0), *b = residual + (live ? residual_rows.start(row) : 0);
+    const Span<T, ALIGNED> span(a, live ? N : 0);
+    const int packs = live ? span.packs : 0;
+    T *s = sum_out + row * N - span.lead, *y = out + row * N - span.lead;
+    Raw<T, V> held[HELD];
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int group = 0; group < HELD; group += GROUP) {
+      Raw<T, V> other[GROUP];
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) {
+        const int p = begin + (group + g) * lanes;
+        if (p >= packs) continue;
+        span.load(held[group + g], a - span.lead, p, x_bounds, kColdLoad);
+        span.load(other[g], b - span.lead, p, residual_bounds, kColdLoad);
+      }
+#pragma unroll
+      for (int g = 0; g < GROUP; g++) {
+        const int k = group + g, p = begin + k * lanes;
+        if (p >= packs) continue;
+        held[k] = add<T, V>(held[k], other[g]);
+        span.store(s, p, held[k], kColdStore);
+        float v[V];
+        span.floats(held[k], p, v, 0.0f);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+          if (layer)
+            sum += v[i];
+          else
+            squares += v[i] * v[i];
+        }
+      }
+    }
+    // First of a warp, then, from those, of all: one barrier does for both moments. An RMS norm's mean counts as 0.
+    const float count = elements_of_warp<HELD>(span, packs, begin - threadIdx.x % (lanes < 32 ? lanes : 32), lanes);
+    float mean = 0.0f;
+    if (layer) {
+      mean = count > 0.0f ? warp_sum(sum) / count : 0.0f * warp_sum(sum);
+#pragma unroll
+      for (int k = 0; k < HELD; k++) {
+        const int p = begin + k * lanes;
+        if (p >= packs) continue;
+        float v[V];
+        span.floats(held[k], p, v, mean);
+#pragma unroll
+        for (int i = 0; i < V; i++) squares += (v[i] - mean) * (v[i] - mean);
+      }
+    }
+    Moments moments = over_row({mean, warp_sum(squares), count}, partial[turn]);
+    if constexpr (CLUSTER) moments = over_cluster(moments, &slot);
+    const float scale = rsqrtf(moments.squares / (float)N + eps);
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      const int p = begin + k * lanes;
+      if (p >= packs) continue;
+      float v[V], parameter[V];
+      held[k].floats(v);
+      normalize<T, V>(v, moments.mean, scale);
+      if (weight.data != NULL) {
+        load_for<T, ALIGNED>(weight, span, p, parameter);
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] *= offset + parameter[i];
+      }
+      if (bias.data != NULL) {
+        load_for<T, ALIGNED>(bias, span, p, parameter);
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] += parameter[i];
+      }
+      held[k].take(v);
+      span.store(y, p, held[k], kColdStore);
+    }
+    if constexpr (CLUSTER) cluster_wait();  // none may end while others read its moments
+  }
+}
+
+// Rows of any length: s is written first, and each thread reads back what it wrote.
+template <typename T, int V>
+__global__ void __launch_bounds__(kMaxThreads)
+    streamed_rows(const T *__restrict__ x, Rows x_rows, const T *__restrict__ residual, Rows residual_rows,
+                  Parameter weight, Parameter bias, float eps, float offset, bool layer, T *__restrict__ out,
+                  T *sum_out, int64_t M, int64_t N) {
+  constexpr int UNROLL = V == 1 ? 8 : 4;
+  __shared__ Partial partial[2];
+  for (int64_t row = blockIdx.x; row < M; row += gridDim.x) {
+    const T *a = x + x_rows.start(row), *b = residual + residual_rows.start(row);
+    T *s = sum_out + row * N, *y = out + row * N;
+    const int64_t step = (int64_t)blockDim.x * V;
+    float sums[UNROLL] = {};  // several short sums err less than a long one
+    for (int64_t column = (int64_t)threadIdx.x * V; column < N; column += UNROLL * step) {
+      Raw<T, V> raw[UNROLL], other[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        if (column + u * step >= N) continue;
+        raw[u].load(a + column + u * step, true);
+        other[u].load(b + column + u * step, true);
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        if (column + u * step >= N) continue;
+        raw[u] = add<T, V>(raw[u], other[u]);
+        raw[u].store(s + column + u * step, false);
+        float v[V];
+        raw[u].floats(v);
+#pragma unroll
+        for (int i = 0; i < V; i++) sums[u] += layer ? v[i] : v[i] * v[i];
+      }
+    }
+    // What f makes of all that this thread wrote of s: f(place in the unrolled loop, column, values).
+    const auto walk = [&](auto f) {
+      for (int64_t column = (int64_t)threadIdx.x * V; column < N; column += UNROLL * step) {
+        Raw<T, V> raw[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+          if (column + u * step < N) raw[u].load(s + column + u * step, false);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+          if (column + u * step >= N) continue;
+          float v[V];
+          raw[u].floats(v);
+          f(u, column + u * step, v);
+        }
+      }
+    };
+    const auto take = [&]() {
+      float sum = 0.0f;
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) sum += sums[u], sums[u] = 0.0f;
+      return warp_sum(sum);
+    };
+    // As many elements as warps: the mean of their sums is that of a row, but for a factor.
+    const float share = (float)N / (float)(blockDim.x / 32);
+    float mean = 0.0f, squares = over_row({take(), 0.0f, 1.0f}, partial[0]).mean / share;
+    if (layer) {
+      mean = squares;
+      walk([&](int u, int64_t, float(&v)[V]) {
+#pragma unroll
+        for (int i = 0; i < V; i++) sums[u] += (v[i] - mean) * (v[i] - mean);
+      });
+      squares = over_row({take(), 0.0f, 1.0f}, partial[1]).mean / share;
+    } else {
+      __syncthreads();  // the next row's sums go to the same place
+    }
+    const float scale = rsqrtf(squares + eps);
+    walk([&](int, int64_t column, float(&v)[V]) {
+      float parameter[V];
+      normalize<T, V>(v, mean, scale);
+      if (weight.data != NULL) {
+        load_parameter<T, V>(weight, column, parameter);
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] *= offset + parameter[i];
+      }
+      if (bias.data != NULL) {
+        load_parameter<T, V>(bias, column, parameter);
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] += parameter[i];
+      }
+      store<T, V>(y + column, v, true);
+    });
+  }
+}
+
+bool rows_of(const AkTensor *t, Rows *rows) {
+  const int last = t->ndim - 1;
+  if (t->sizes[last] > 1 && t->strides[last] != 1) return false;
+  int64_t sizes[2], strides[2];
+  int n = 0;
+  for (int d = last - 1; d >= 0; d--) {
+    if (t->sizes[d] == 1) continue;
+    if (n > 0 && t->strides[d] == sizes[n - 1] * strides[n - 1]) {
+      sizes[n - 1] *= t->sizes[d];
+      continue;
+    }
+    if (n == 2) return false;
+    sizes[n] = t->sizes[d];
+    strides[n++] = t->strides[d];
+  }
+  *rows = n == 0 ? Rows{0, 0, 0} : n == 1 ? Rows{0, 0, strides[0]} : Rows{sizes[0], strides[1], strides[0]};
+  return true;
+}
+
+bool aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
+
+bool parameter_of(const AkTensor *t, Parameter *parameter) {
+  if (t == NULL) {
+    *parameter = {NULL, false, true};
+    return true;
+  }
+  const int last = t->ndim - 1;
+  if (t->sizes[last] > 1 && t->strides[last] != 1) return false;
+  *parameter = {t->data, t->dtype == AK_F32, aligned(t->data)};
+  return true;
+}
+
+// The threads that share a row of so many units, with HELD of them each: a power of two within a warp, else whole warps.
+int lanes_for(int64_t units, int held) {
+  const int64_t wanted = (units + held - 1) / held;
+  if (wanted > 32) return (int)((wanted + 31) / 32 * 32);
+  int lanes = 1;
+  while (lanes < wanted) lanes *= 2;
+  return lanes;
+}
+
+unsigned grid_of(int64_t blocks) { return (unsigned)(blocks < 0x7fffffff ? blocks : 0x7fffffff); }
+
+// Whether clusters can be used: the device must have them, and the code must have been compiled for one that has.
+bool has_clusters(const void *kernel, int device) {
+  static int8_t known[64];  // 0 before it was asked for
+  if (device < 0 || device >= 64) return false;
+  if (known[device] == 0) {
+    int major = 0;
+    cudaFuncAttributes attributes = {};
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major >= 9) cudaFuncGetAttributes(&attributes, kernel);
+    known[device] = major >= 9 && attributes.ptxVersion >= 90 ? 1 : -1;
+  }
+  return known[device] > 0;
+}
+
+// The blocks that share a row of so many units where each takes at most `each`; 0 where a cluster is too small.
+int cluster_for(int64_t units, int64_t each) {
+  int size = 2;
+  while (size <= kLargestCluster && size * each < units) size *= 2;
+  return size <= kLargestCluster ? size : 0;
+}
+
+// A launch in clusters of `size` blocks.
+template <typename... Parameters, typename... Values>
+int launch_clusters(void (*kernel)(Parameters...), int64_t blocks, int threads, int size, cudaStream_t stream,
+                    Values... values) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {(unsigned)size, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)blocks);
+  config.blockDim = dim3((unsigned)threads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return (int)cudaLaunchKernelEx(&config, kernel, values...);
+}
+
+// Whether rows of x and of y (contiguous) start at the same distance from a 16-byte boundary.
+bool same_phase(Rows rows, int64_t M, int64_t N, int64_t V, const void *x, const void *y) {
+  return (uintptr_t)x % 16 == (uintptr_t)y % 16 && rows.inner == 0 && (M == 1 || (rows.stride - N) % V == 0);
+}
+
+template <typename T>
+int run(const AkTensor *x, const AkTensor *residual, const AkTensor *weight, const AkTensor *bias, float eps,
+        float offset, bool layer, const AkTensor *out, const AkTensor *sum_out, const AkContext *ctx) {
+  constexpr int V = kPack<T>;
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  Rows rows, other_rows;
+  Parameter w, b;
+  if (!rows_of(x, &rows) || !rows_of(residual, &other_rows) || !parameter_of(weight, &w) || !parameter_of(bias, &b))
+    return AK_NEED_CONTIGUOUS;
+  const int64_t N = x->sizes[x->ndim - 1];
+  int64_t M = 1;
+  for (int d = 0; d < x->ndim - 1; d++) M *= x->sizes[d];
+  const T *in = static_cast<const T *>(x->data), *other = static_cast<const T *>(residual->data);
+  T *y = static_cast<T *>(out->data), *s = static_cast<T *>(sum_out->data);
+  const bool packs = N % V == 0 && rows.outer % V == 0 && rows.stride % V == 0 && other_rows.outer % V == 0 &&
+                     other_rows.stride % V == 0 && aligned(in) && aligned(other) && w.aligned && b.aligned &&
+                     aligned(y) && aligned(s);
+  // Whether rows of all tensors start at the same distance from a 16-byte boundary.
+  const bool same = packs || (same_phase(rows, M, N, V, in, y) && same_phase(other_rows, M, N, V, other, s) &&
+                              (uintptr_t)y % 16 == (uintptr_t)s % 16);
+  const int64_t units = packs ? N / V : N / V + 2;  // packs of a row at most
+  const int n = (int)N;
+  const auto all_of = [&](const T *t, Rows r) {
+    return Bounds<T>{t, t + (M > 0 && r.inner == 0 && r.stride > 0 ? (M - 1) * r.stride : 0) + N};
+  };
+  const Bounds<T> bounds = all_of(in, rows), other_bounds = all_of(other, other_rows);
+  const auto one = [&](auto kernel, int held) {  // a block has one row or several
+    const int lanes = lanes_for(units, held), high = lanes < kThreads ? kThreads / lanes : 1;
+    const dim3 grid(grid_of((M + high - 1) / high)), block((unsigned)lanes, (unsigned)high);
+    kernel<<<grid, block, 0, stream>>>(in, rows, other, other_rows, w, b, eps, offset, layer, y, s, M, n, bounds, other_bounds);
+    return (int)cudaGetLastError();
+  };
+  if (same && units <= (int64_t)kHeld * kMaxThreads)
+    return packs ? one(held_rows<T, kHeld, true, false>, kHeld) : one(held_rows<T, kHeld, false, false>, kHeld);
+  if (packs && units <= (int64_t)kHeldLong * kMaxThreads) return one(held_rows<T, kHeldLong, true, false>, kHeldLong);
+  const auto in_clusters = held_rows<T, kHeldLong, true, true>;
+  const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);
+  if (kClusters && packs && size > 0 && M <= 0x7fffffff / size && has_clusters((const void *)in_clusters, ctx->device))
+    return launch_clusters(in_clusters, M * size, kMaxThreads, size, stream, in, rows, other, other_rows, w, b, eps, offset, layer, y, s, M, n, bounds, other_bounds);
+  if (same && units <= (int64_t)kMost * kMaxThreads) return one(held_rows<T, kMost, false, false>, kMost);
+  const dim3 grid(grid_of(M));
+  if (packs)
+    streamed_rows<T, V><<<grid, kMaxThreads, 0, stream>>>(in, rows, other, other_rows, w, b, eps, offset, layer, y, s, M, N);
+  else
+    streamed_rows<T, 1><<<grid, kMaxThreads, 0, stream>>>(in, rows, other, other_rows, w, b, eps, offset, layer, y, s, M, N);
+  return (int)cudaGetLastError();
+}
+
+}  // namespace
+
+extern "C" int add_norm(const AkTensor *x, const AkTensor *residual, const AkTensor *weight, const AkTensor *bias,
+                        double eps, double offset, int32_t kind, const AkTensor *out, const AkTensor *sum_out,
+                        const AkContext *ctx) {
+  if (residual->dtype != x->dtype || kind < 0 || kind > 1) return AK_UNSUPPORTED;
+  for (const AkTensor *parameter : {weight, bias})
+    if (parameter != NULL && parameter->dtype != x->dtype && parameter->dtype != AK_F32) return AK_UNSUPPORTED;
+  const bool layer = kind == 1;
+  const float e = (float)eps, o = (float)offset;
+  switch (x->dtype) {
+    case AK_F32: return run<float>(x, residual, weight, bias, e, o, layer, out, sum_out, ctx);
+    case AK_F16: return run<__half>(x, residual, weight, bias, e, o, layer, out, sum_out, ctx);
+    case AK_BF16: return run<__nv_bfloat16>(x, residual, weight, bias, e, o, layer, out, sum_out, ctx);
+    default: return AK_UNSUPPORTED;
+  }
+}

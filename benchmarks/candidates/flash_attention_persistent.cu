@@ -1,0 +1,1580 @@
+// kernel_type: flash_attention
+//
+// softmax(scale * q @ k.T + mask) @ v with a running maximum and sum over tiles of keys, so that no score leaves the
+// block that made it. 16-bit inputs go through the tensor cores (mma.m16n8k16, fp32 sums): a warp keeps its rows'
+// scores, weights and outputs in registers, where the weights of one product are already laid out as the next one's
+// left operand. float32 is computed in float32. Tiles that causality or the window hides as a whole are never read.
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <type_traits>
+
+#include "autokernel.h"
+
+constexpr int kWarps = 4;     // tune(block): 2, 4, 8
+constexpr int kRowTiles = 2;  // tune(compute): 1, 2
+constexpr int kKeys = 64;     // tune(block): 32, 64, 128
+constexpr bool kInTurn = true;           // tune(algorithm): false, true
+constexpr int64_t kShort = 1024;         // tune(launch): 0, 512, 1024, 2048, 4096
+constexpr int kDecodeWarps = 8;          // tune(launch): 4, 8
+constexpr int64_t kDecodeBlocks = 256;   // tune(launch): 64, 128, 256, 512
+
+constexpr int kMostSplits = 16;  // blocks of a cluster on Hopper; 8 elsewhere
+constexpr int kNotHere = -100;   // a kernel that this device, its driver or the build has not
+
+namespace {
+
+static_assert(kWarps >= 1 && kWarps <= 16 && kKeys % 16 == 0 && kRowTiles >= 1, "tiles are whole products");
+
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+template <typename T, int V>
+struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Pack {
+  T v[V];
+};
+
+template <typename T, int V>
+__device__ __forceinline__ Pack<T, V> load(const T *p) {
+  return *reinterpret_cast<const Pack<T, V> *>(p);
+}
+
+template <typename T, int V>
+__device__ __forceinline__ void store(T *p, const Pack<T, V> &pack) {
+  *reinterpret_cast<Pack<T, V> *>(p) = pack;
+}
+
+struct Strides {
+  int64_t batch, head, token;
+};
+
+struct Attention {
+  const void *q, *k, *v, *mask;
+  void *out;  // contiguous (B, Hq, Sq, Dv)
+  Strides q_strides, k_strides, v_strides;
+  bool q_packs, k_packs, v_packs;  // rows are aligned 16-byte packs
+  int64_t mask_batch, mask_head, mask_row, mask_column;
+  int mask_dtype;
+  const int32_t *cu_q, *cu_k;  // starts of packed sequences, or NULL
+  int64_t sequences;           // or batches
+  int64_t tiles;               // of queries in a sequence
+  int64_t heads, heads_per_key, Sq, Sk;
+  int D, Dv;
+  float scale;
+  bool causal;
+  int64_t window;  // 0 for none
+};
+
+// One head of one sequence: where it starts, and how long it is.
+struct Problem {
+  int64_t batch, head, q_start, q_length, k_start, k_length;
+};
+
+// Packed sequences number `sequences`; one more stands for queries behind the last, which see no key.
+__device__ __forceinline__ Problem problem_of(const Attention &a, int64_t index) {
+  Problem p = {index / a.heads, index % a.heads, 0, a.Sq, 0, a.Sk};
+  if (a.cu_q == NULL) return p;
+  const int64_t s = p.batch;
+  p.batch = 0;
+  const auto bounded = [](int64_t at, int64_t end) { return at < 0 ? 0 : at < end ? at : end; };
+  p.q_start = bounded(a.cu_q[s], a.Sq);
+  p.k_start = bounded(a.cu_k[s], a.Sk);
+  p.q_length = (s < a.sequences ? bounded(a.cu_q[s + 1], a.Sq) : a.Sq) - p.q_start;
+  p.k_length = (s < a.sequences ? bounded(a.cu_k[s + 1], a.Sk) : p.k_start) - p.k_start;
+  return p;
+}
+
+// The keys that rows [first, last] of a sequence may see: [begin, end), begin a multiple of `keys`.
+struct Range {
+  int64_t begin, end;
+};
+
+__device__ __forceinline__ Range range_of(const Attention &a, const Problem &p, int64_t first, int64_t last, int keys) {
+  const int64_t shift = p.k_length - p.q_length;
+  Range r = {0, p.k_length};
+  if (a.causal && last + shift + 1 < r.end) r.end = last + shift + 1;
+  if (a.window > 0 && first + shift - a.window + 1 > 0) r.begin = (first + shift - a.window + 1) / keys * keys;
+  return r;
+}
+
+// Which keys of a tile, counted from its first, a row sees: [begin, end).
+struct Seen {
+  int begin, end;
+};
+
+__device__ __forceinline__ Seen seen_of(const Attention &a, const Problem &p, int64_t row, int64_t first, int keys) {
+  const int64_t diagonal = row + p.k_length - p.q_length - first, left = p.k_length - first;
+  int64_t begin = a.window > 0 ? diagonal - a.window + 1 : 0;
+  int64_t end = a.causal && diagonal + 1 < left ? diagonal + 1 : left;
+  begin = begin < 0 ? 0 : begin > keys ? keys : begin;
+  end = end < 0 ? 0 : end > keys ? keys : end;
+  return {(int)begin, (int)end};
+}
+
+// What the mask adds to a score: -inf where a bool mask hides.
+__device__ __forceinline__ float mask_at(const Attention &a, const Problem &p, int64_t row, int64_t key) {
+  const int64_t at = p.batch * a.mask_batch + p.head * a.mask_head + (p.q_start + row) * a.mask_row +
+                     (p.k_start + key) * a.mask_column;
+  switch (a.mask_dtype) {
+    case AK_BOOL: return static_cast<const uint8_t *>(a.mask)[at] != 0 ? 0.0f : -INFINITY;
+    case AK_F32: return static_cast<const float *>(a.mask)[at];
+    case AK_F16: return to_float(static_cast<const __half *>(a.mask)[at]);
+    default: return to_float(static_cast<const __nv_bfloat16 *>(a.mask)[at]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ const T *rows_of(const void *data, Strides strides, const Problem &p, int64_t head,
+                                            int64_t start) {
+  return static_cast<const T *>(data) + p.batch * strides.batch + head * strides.head + start * strides.token;
+}
+
+// The reference of exponentials under a maximum: 0 for -inf, so that exp(-inf) is 0 and not NaN.
+__device__ __forceinline__ float reference(float max) { return max == -INFINITY ? 0.0f : max; }
+
+// --- tensor cores ---
+
+// 16 bytes to shared memory, some time before wait_for_groups: the first `bytes` from memory, zeros after them.
+__device__ __forceinline__ void copy_later(void *to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Until all of this thread's groups but the last N are here.
+template <int N>
+__device__ __forceinline__ void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void *p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"((uint32_t)__cvta_generic_to_shared(p)));
+}
+
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void *p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"((uint32_t)__cvta_generic_to_shared(p)));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+// Inputs below -126 give 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ROWS rows of `width` elements from row `first` on into shared memory, WIDTH columns wide, zeros where they end. The
+// rows there are padded by 16 bytes, so that eight of them start in different banks.
+template <typename T, int ROWS, int WIDTH, int THREADS>
+__device__ __forceinline__ void load_rows(T *tile, const T *data, int64_t stride, bool packs, int64_t first,
+                                          int64_t rows, int width) {
+  constexpr int kChunks = WIDTH / 8;
+  if (packs) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROWS * kChunks; i += THREADS) {
+      const int64_t row = first + i / kChunks;
+      const int column = i % kChunks * 8, left = row < rows ? width - column : 0;
+      const int count = left < 8 ? left > 0 ? left : 0 : 8;
+      const T *from = count > 0 ? data + row * stride + column : data;
+      copy_later(tile + i / kChunks * (WIDTH + 8) + column, from, 2 * count);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < ROWS * kChunks; i += THREADS) {
+    const int64_t row = first + i / kChunks;
+    const int column = i % kChunks * 8, left = row < rows ? width - column : 0;
+    const T *from = data + row * stride + column;
+    Pack<T, 8> values;
+#pragma unroll
+    for (int j = 0; j < 8; j++) values.v[j] = j < left ? from[j] : from_float<T>(0.0f);
+    store<T, 8>(tile + i / kChunks * (WIDTH + 8) + column, values);
+  }
+}
+
+// WIDTH: the larger of D and Dv, rounded up. TILES: 16-row tiles of a warp.
+template <int WIDTH>
+struct Shape {
+  static constexpr int tiles = WIDTH > 128 ? 1 : kRowTiles, keys = WIDTH > 128 ? 32 : kKeys;
+  static constexpr int threads = 32 * kWarps, rows = 16 * tiles * kWarps, stride = WIDTH + 8;
+  static constexpr int bytes = (rows + 2 * keys) * stride * 2;
+  static constexpr int mask_stride = keys + 4, mask_bytes = kWarps * 16 * mask_stride * 4;  // only with a mask
+};
+
+template <typename T, int WIDTH>
+__global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) {
+  using S = Shape<WIDTH>;
+  constexpr int kStride = S::stride;
+  extern __shared__ __align__(16) unsigned char memory[];
+  T *q_tile = reinterpret_cast<T *>(memory), *k_tile = q_tile + S::rows * kStride, *v_tile = k_tile + S::keys * kStride;
+  float *mask = reinterpret_cast<float *>(v_tile + S::keys * kStride) + threadIdx.x / 32 * 16 * S::mask_stride;
+  const Problem p = problem_of(a, blockIdx.x / a.tiles);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // ldmatrix reads four 8x8 matrices; lanes 8i to 8i + 7 name the rows of the i-th.
+  const int matrix = lane / 8, matrix_row = lane % 8;
+  const T *q = rows_of<T>(a.q, a.q_strides, p, p.head, p.q_start);
+  const T *k = rows_of<T>(a.k, a.k_strides, p, p.head / a.heads_per_key, p.k_start);
+  const T *v = rows_of<T>(a.v, a.v_strides, p, p.head / a.heads_per_key, p.k_start);
+  T *out = static_cast<T *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + p.q_start) * a.Dv;
+  const float to_log2 = 1.4426950408889634f, scale = a.scale * to_log2;  // scores in powers of 2: exp2 is cheaper
+
+  // The last rows have the most keys under causality: they go first. (Tiles beyond a.tiles only where max_seqlen_q is
+  // less than the longest sequence.)
+  for (int64_t tile = a.tiles - 1 - blockIdx.x % a.tiles; tile * S::rows < p.q_length; tile += a.tiles) {
+    const int64_t top = tile * S::rows, warp_top = top + warp * 16 * S::tiles;
+    const int64_t bottom = top + S::rows < p.q_length ? top + S::rows - 1 : p.q_length - 1;
+    const Range range = range_of(a, p, top, bottom, S::keys);
+
+    load_rows<T, S::rows, WIDTH, S::threads>(q_tile, q, a.q_strides.token, a.q_packs, top, p.q_length, a.D);
+    if (range.begin < range.end)
+      load_rows<T, S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, range.begin, p.k_length, a.D);
+    end_group();
+
+    float sums[S::tiles][WIDTH / 8][4] = {};
+    float max[S::tiles][2], weight[S::tiles][2];  // of rows g and g + 8; the weights of this lane's columns only
+#pragma unroll
+    for (int i = 0; i < S::tiles; i++) {
+      max[i][0] = max[i][1] = -INFINITY;
+      weight[i][0] = weight[i][1] = 0.0f;
+    }
+
+    for (int64_t first = range.begin; first < range.end; first += S::keys) {
+      wait_for_groups<0>();
+      __syncthreads();  // q and k are here, and everyone is done with v
+      load_rows<T, S::keys, WIDTH, S::threads>(v_tile, v, a.v_strides.token, a.v_packs, first, p.k_length, a.Dv);
+      end_group();
+
+      float scores[S::tiles][S::keys / 8][4] = {};
+#pragma unroll 2
+      for (int d = 0; d < a.D; d += 16) {  // zeros stand behind column D
+        uint32_t rows[S::tiles][4];
+#pragma unroll
+        for (int i = 0; i < S::tiles; i++)
+          ldmatrix(rows[i], q_tile + ((warp * S::tiles + i) * 16 + matrix % 2 * 8 + matrix_row) * kStride + d +
+                                matrix / 2 * 8);
+#pragma unroll
+        for (int j = 0; j < S::keys / 16; j++) {
+          uint32_t columns[4];
+          ldmatrix(columns, k_tile + (16 * j + matrix / 2 * 8 + matrix_row) * kStride + d + matrix % 2 * 8);
+#pragma unroll
+          for (int i = 0; i < S::tiles; i++) {
+            multiply(scores[i][2 * j], rows[i], columns[0], columns[1], T());
+            multiply(scores[i][2 * j + 1], rows[i], columns[2], columns[3], T());
+          }
+        }
+      }
+
+      // All of this warp's rows see all of these keys, and nothing is added: the usual case away from the edges.
+      const int64_t last = first + S::keys - 1, shift = p.k_length - p.q_length;
+      const bool plain = a.mask == NULL && last < p.k_length && (!a.causal || last <= warp_top + shift) &&
+                         (a.window <= 0 || first > warp_top + 16 * S::tiles - 1 + shift - a.window);
+#pragma unroll
+      for (int i = 0; i < S::tiles; i++) {
+#pragma unroll
+        for (int j = 0; j < S::keys / 8; j++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) scores[i][j][e] *= scale;
+        if (!plain) {
+          if (a.mask != NULL) {  // the warp reads its part of the mask row by row, and each lane picks its elements
+            __syncwarp();
+#pragma unroll 1
+            for (int n = lane; n < 16 * S::keys; n += 32) {
+              const int64_t row = warp_top + 16 * i + n / S::keys, key = first + n % S::keys;
+              const bool inside = row < p.q_length && key < p.k_length;
+              mask[n / S::keys * S::mask_stride + n % S::keys] = inside ? mask_at(a, p, row, key) * to_log2 : 0.0f;
+            }
+            __syncwarp();
+          }
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const Seen seen = seen_of(a, p, warp_top + 16 * i + lane / 4 + half * 8, first, S::keys);
+#pragma unroll
+            for (int j = 0; j < S::keys / 8; j++)
+#pragma unroll
+              for (int e = 0; e < 2; e++) {
+                const int key = 8 * j + lane % 4 * 2 + e;
+                float &score = scores[i][j][2 * half + e];
+                if (a.mask != NULL) {
+                  const float added = mask[(lane / 4 + half * 8) * S::mask_stride + key];
+                  score = added == -INFINITY ? -INFINITY : score + added;
+                }
+                score = key < seen.begin || key >= seen.end ? -INFINITY : score;
+              }
+          }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {  // rows g and g + 8 of the tile
+          float largest = max[i][half];
+#pragma unroll
+          for (int j = 0; j < S::keys / 8; j++)
+            largest = fmaxf(largest, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+          const float zero = reference(largest), shrink = exp2_fast(max[i][half] - zero);
+          max[i][half] = largest;
+          float added = 0.0f;
+#pragma unroll
+          for (int j = 0; j < S::keys / 8; j++)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; e++) {
+              scores[i][j][e] = exp2_fast(scores[i][j][e] - zero);
+              added += scores[i][j][e];
+            }
+          weight[i][half] = weight[i][half] * shrink + added;
+#pragma unroll
+          for (int j = 0; j < WIDTH / 8; j++) {
+            sums[i][j][2 * half] *= shrink;
+            sums[i][j][2 * half + 1] *= shrink;
+          }
+        }
+      }
+
+      wait_for_groups<0>();
+      __syncthreads();  // v is here, and everyone is done with k
+      if (first + S::keys < range.end)
+        load_rows<T, S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, first + S::keys, p.k_length,
+                                                 a.D);
+      end_group();
+#pragma unroll
+      for (int n = 0; n < S::keys / 16; n++) {
+        uint32_t weights[S::tiles][4];
+#pragma unroll
+        for (int i = 0; i < S::tiles; i++) {
+          weights[i][0] = pack(scores[i][2 * n][0], scores[i][2 * n][1], T());
+          weights[i][1] = pack(scores[i][2 * n][2], scores[i][2 * n][3], T());
+          weights[i][2] = pack(scores[i][2 * n + 1][0], scores[i][2 * n + 1][1], T());
+          weights[i][3] = pack(scores[i][2 * n + 1][2], scores[i][2 * n + 1][3], T());
+        }
+#pragma unroll
+        for (int d = 0; d < WIDTH; d += 16) {
+          if (d >= a.Dv) break;
+          uint32_t values[4];
+          ldmatrix_transposed(values, v_tile + (16 * n + matrix % 2 * 8 + matrix_row) * kStride + d + matrix / 2 * 8);
+#pragma unroll
+          for (int i = 0; i < S::tiles; i++) {
+            multiply(sums[i][d / 8], weights[i], values[0], values[1], T());
+            multiply(sums[i][d / 8 + 1], weights[i], values[2], values[3], T());
+          }
+        }
+      }
+    }
+
+#pragma unroll
+    for (int i = 0; i < S::tiles; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float total = weight[i][half];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        const float share = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
+        const int64_t row = warp_top + 16 * i + lane / 4 + half * 8;
+        if (row >= p.q_length) continue;
+        T *y = out + row * a.Dv;
+#pragma unroll
+        for (int j = 0; j < WIDTH / 8; j++) {
+          const int column = 8 * j + lane % 4 * 2;
+          const float low = sums[i][j][2 * half] * share, high = sums[i][j][2 * half + 1] * share;
+          if (column + 1 < a.Dv && a.Dv % 2 == 0) {
+            *reinterpret_cast<uint32_t *>(y + column) = pack(low, high, T());
+          } else {
+            if (column < a.Dv) y[column] = from_float<T>(low);
+            if (column + 1 < a.Dv) y[column + 1] = from_float<T>(high);
+          }
+        }
+      }
+    }
+    wait_for_groups<0>();
+    __syncthreads();  // everyone is done with q before the next tile's
+  }
+}
+
+// Marks kernels that an architecture has no instructions for: never launched, with this much static shared memory.
+__device__ __forceinline__ void not_for_this_architecture() {
+  __shared__ uint32_t mark[1];
+  *static_cast<volatile uint32_t *>(mark) = 0;
+}
+
+// --- decoding: one query a sequence ---
+
+// Each warp walks over tiles of 16 keys of its own, without a barrier, and loads them straight into the registers of
+// its products; where there are registers for that, the next tile's keys are on their way while this one's values are
+// multiplied. The 16 rows of the products are the heads that share a head of keys. In which order a product takes its
+// part of the depth does not matter, as long as it is the same for both operands: so each lane loads 16 bytes of
+// neighbours. The blocks of a cluster split the keys; what they have summed up is put together in shared memory, always
+// in the same order.
+template <int WIDTH>
+struct Decode {
+  static constexpr int warps = kDecodeWarps, threads = 32 * warps, keys = 16;
+  static constexpr int sums_stride = WIDTH + 4, sums = 16 * sums_stride;
+  static constexpr bool ahead = WIDTH <= 128;  // else no registers for q and for the next tile
+  // The sums of the warps and of the block, and their largest scores and weights; before them q, padded by 16 bytes.
+  static constexpr int bytes = (warps + 1) * (sums + 16 * 2) * 4;
+};
+
+// 16 bytes that are read once.
+__device__ __forceinline__ uint4 load_once(const void *p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4 &v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+
+// What lies in another block of the cluster where p lies in this one.
+__device__ __forceinline__ float load_from(const float *p, uint32_t block) {
+  float v;
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
+               : "=f"(v)
+               : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 load4_from(const float *p, uint32_t block) {
+  float4 v;
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block)
+      : "memory");
+  return v;
+}
+
+#endif
+
+template <typename T, int WIDTH>
+__global__ void __launch_bounds__(Decode<WIDTH>::threads, 1) decode(Attention a, int splits, int head_tiles) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using S = Decode<WIDTH>;
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float *warp_sums = reinterpret_cast<float *>(memory), *sums_of_all = warp_sums + S::warps * S::sums;
+  float *rests = sums_of_all + S::sums, *rest = rests + S::warps * 32;  // of 16 rows each
+  const int rank = splits > 1 ? (int)cluster_rank() : 0;
+  const int64_t unit = blockIdx.x / splits, key_heads = a.heads / a.heads_per_key;
+  const int64_t first_head = unit % head_tiles * 16, key_head = unit / head_tiles % key_heads;
+  const int64_t batch = unit / head_tiles / key_heads;
+  const int64_t left_heads = a.heads_per_key - first_head;
+  const int rows = left_heads < 16 ? (int)left_heads : 16;
+  const Problem p = {batch, key_head * a.heads_per_key + first_head, 0, 1, 0, a.Sk};
+  const T *k = rows_of<T>(a.k, a.k_strides, p, key_head, 0), *v = rows_of<T>(a.v, a.v_strides, p, key_head, 0);
+  const float to_log2 = 1.4426950408889634f, scale = a.scale * to_log2;
+
+  const int Sk = (int)a.Sk, hidden = a.window > 0 && a.Sk > a.window ? (int)(a.Sk - a.window) : 0;  // before the window
+  const int tiles_begin = hidden / S::keys, tiles_end = (Sk + S::keys - 1) / S::keys;
+  const int each = (tiles_end - tiles_begin + splits - 1) / splits;
+  const int begin = tiles_begin + rank * each, end = begin + each < tiles_end ? begin + each : tiles_end;
+
+  // Keys 4 (g / 2) + 2j + g % 2 of a tile, elements 32c + 8t and on; keys 4t + r, elements 64h + 8g and on. What is
+  // behind the last key is another's, and hidden.
+  constexpr int kValueParts = WIDTH / 64;
+  uint4 k_now[2][WIDTH / 32], v_now[4][kValueParts];
+  const auto load_keys = [&](int tile) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int key = tile * S::keys + g / 2 * 4 + 2 * j + g % 2;
+      const T *from = k + (key < Sk ? key : Sk - 1) * (int64_t)a.k_strides.token;
+#pragma unroll
+      for (int c = 0; c < WIDTH / 32; c++)
+        k_now[j][c] = 32 * c + 8 * t < a.D ? load_once(from + 32 * c + 8 * t) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  const auto load_values = [&](int tile) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int key = tile * S::keys + 4 * t + r;
+      const T *from = v + (key < Sk ? key : Sk - 1) * (int64_t)a.v_strides.token;
+#pragma unroll
+      for (int h = 0; h < kValueParts; h++)
+        v_now[r][h] = 64 * h + 8 * g < a.Dv ? load_once(from + 64 * h + 8 * g) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  int tile = begin + warp;
+  if (S::ahead && tile < end) {
+    load_keys(tile);
+    load_values(tile);
+  }
+  // Rows g and g + 8 of q, elements 32c + 8t and on.
+  const auto q_at = [&](int half, int c) {
+    const int row = g + 8 * half, column = 32 * c + 8 * t;
+    const T *from = static_cast<const T *>(a.q) + batch * a.q_strides.batch + (p.head + row) * a.q_strides.head;
+    return row < rows && column < a.D ? *reinterpret_cast<const uint4 *>(from + column) : make_uint4(0, 0, 0, 0);
+  };
+  uint4 q[2][S::ahead ? WIDTH / 32 : 1];
+  uint4 *q_tile = reinterpret_cast<uint4 *>(memory);
+  constexpr int kRow = WIDTH / 8 + 1;
+  if constexpr (S::ahead) {
+#pragma unroll
+    for (int c = 0; c < WIDTH / 32; c++) q[0][c] = q_at(0, c), q[1][c] = q_at(1, c);
+  } else {
+    for (int c = warp; c < WIDTH / 32; c += S::warps)
+      for (int half = 0; half < 2; half++) q_tile[(g + 8 * half) * kRow + 4 * c + t] = q_at(half, c);
+    __syncthreads();
+  }
+
+  float sums[WIDTH / 8][4] = {}, max[2] = {-INFINITY, -INFINITY}, weight[2] = {};
+#pragma unroll 1
+  for (; tile < end; tile += S::warps) {
+    const int next = tile + S::warps < end ? tile + S::warps : tile, first = tile * S::keys;
+    float scores[2][4] = {};
+    if (!S::ahead) load_keys(tile);
+#pragma unroll
+    for (int c = 0; c < WIDTH / 32; c++) {
+      const uint4 low = S::ahead ? q[0][S::ahead ? c : 0] : q_tile[g * kRow + 4 * c + t];
+      const uint4 high = S::ahead ? q[1][S::ahead ? c : 0] : q_tile[(g + 8) * kRow + 4 * c + t];
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t x[4] = {word_of(low, i), word_of(high, i), word_of(low, i + 1), word_of(high, i + 1)};
+#pragma unroll
+        for (int j = 0; j < 2; j++) multiply(scores[j], x, word_of(k_now[j][c], i), word_of(k_now[j][c], i + 1), T());
+      }
+    }
+    if (S::ahead)
+      load_keys(next);
+    else
+      load_values(tile);
+    const bool plain = a.mask == NULL && first >= hidden && first + S::keys <= Sk;
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float largest = max[half];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        float &score = scores[n / 2][2 * half + n % 2];
+        score *= scale;
+        if (!plain) {
+          const int key = first + 4 * t + n;
+          const int row = g + half * 8;
+          if (key < hidden || key >= Sk || row >= rows) {
+            score = -INFINITY;
+          } else if (a.mask != NULL) {
+            const Problem one = {batch, p.head + row, 0, 1, 0, a.Sk};
+            const float added = mask_at(a, one, 0, key) * to_log2;
+            score = added == -INFINITY ? -INFINITY : score + added;
+          }
+        }
+        largest = fmaxf(largest, score);
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float zero = reference(largest);
+      shrink[half] = exp2_fast(max[half] - zero);
+      max[half] = largest;
+      float added = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        float &score = scores[n / 2][2 * half + n % 2];
+        score = exp2_fast(score - zero);
+        added += score;
+      }
+      weight[half] = weight[half] * shrink[half] + added;
+    }
+    if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+      for (int n = 0; n < WIDTH / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[n][e] *= shrink[e / 2];
+    }
+    const uint32_t weights[4] = {pack(scores[0][0], scores[0][1], T()), pack(scores[0][2], scores[0][3], T()),
+                                 pack(scores[1][0], scores[1][1], T()), pack(scores[1][2], scores[1][3], T())};
+#pragma unroll
+    for (int h = 0; h < kValueParts; h++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {  // columns 64h + 8n + i for n from 0 to 7
+        const uint32_t order = i % 2 == 0 ? 0x5410 : 0x7632;
+        multiply(sums[8 * h + i], weights, __byte_perm(word_of(v_now[0][h], i / 2), word_of(v_now[1][h], i / 2), order),
+                 __byte_perm(word_of(v_now[2][h], i / 2), word_of(v_now[3][h], i / 2), order), T());
+      }
+    if (S::ahead) load_values(next);
+  }
+  if (!S::ahead) __syncthreads();  // q's memory is free
+
+  float *mine = warp_sums + warp * S::sums;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float total = weight[half];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    const int row = g + half * 8;
+    if (t == 0) {
+      rests[warp * 32 + row] = max[half];
+      rests[warp * 32 + 16 + row] = total;
+    }
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        mine[row * S::sums_stride + n / 8 * 64 + (2 * t + e) * 8 + n % 8] = sums[n][2 * half + e];
+  }
+  __syncthreads();
+  constexpr int kQuads = WIDTH / 4;
+  for (int n = threadIdx.x; n < rows * kQuads; n += S::threads) {
+    const int row = n / kQuads, column = n % kQuads * 4;
+    float top = -INFINITY, total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < S::warps; w++) top = fmaxf(top, rests[w * 32 + row]);
+    Pack<float, 4> joined = {};
+#pragma unroll
+    for (int w = 0; w < S::warps; w++) {
+      const float share = exp2_fast(rests[w * 32 + row] - reference(top));
+      total += share * rests[w * 32 + 16 + row];
+      const Pack<float, 4> part = load<float, 4>(warp_sums + w * S::sums + row * S::sums_stride + column);
+#pragma unroll
+      for (int e = 0; e < 4; e++) joined.v[e] += share * part.v[e];
+    }
+    store<float, 4>(sums_of_all + row * S::sums_stride + column, joined);
+    if (column == 0) {
+      rest[row] = top;
+      rest[16 + row] = total;
+    }
+  }
+  if (splits > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  // Each block finishes a part.
+  for (int n = threadIdx.x * splits + rank; n < rows * kQuads; n += S::threads * splits) {
+    const int row = n / kQuads, column = n % kQuads * 4;
+    float top = -INFINITY, total = 0.0f;
+    Pack<float, 4> y = {};
+    if (splits > 1) {
+      float tops[kMostSplits];
+#pragma unroll
+      for (int b = 0; b < kMostSplits; b++) {
+        tops[b] = b < splits ? load_from(rest + row, b) : -INFINITY;
+        top = fmaxf(top, tops[b]);
+      }
+#pragma unroll
+      for (int b = 0; b < kMostSplits; b++) {
+        if (b >= splits) break;
+        const float share = exp2_fast(tops[b] - reference(top));
+        const float4 part = load4_from(sums_of_all + row * S::sums_stride + column, b);
+        total += share * load_from(rest + 16 + row, b);
+        y.v[0] += share * part.x, y.v[1] += share * part.y, y.v[2] += share * part.z, y.v[3] += share * part.w;
+      }
+    } else {
+      y = load<float, 4>(sums_of_all + row * S::sums_stride + column);
+      total = rest[16 + row];
+    }
+    const float share = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
+    T *out = static_cast<T *>(a.out) + (batch * a.heads + p.head + row) * a.Dv;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      if (column + e < a.Dv) out[column + e] = from_float<T>(y.v[e] * share);
+  }
+  if (splits > 1) cluster_sync();  // nobody leaves while another may still read its sums
+#else
+  not_for_this_architecture();
+#endif
+}
+
+// --- Hopper: the copy engine fills a ring of tiles, warp groups multiply out of it ---
+
+constexpr int kRowBytes = 128;  // of a tile's row in shared memory, which the copy engine swizzles
+
+// Tiles of q, k and v lie as columns of 64 elements, 128 bytes a row. One or two warp groups have 64 queries each; more
+// warps (with two groups a third one, which gives them its registers) tell the copy engine what to fetch. One group
+// leaves room for a second block beside it, which hides how long a block takes to begin and to end.
+template <int WIDTH, int GROUPS>
+struct Wide {
+  static constexpr int rows = 64 * GROUPS, parts = WIDTH / 64, threads = GROUPS == 1 ? 160 : 384, stages = 2;
+  static constexpr int keys = WIDTH > 128 || GROUPS == 1 ? 64 : 128, blocks = GROUPS == 1 ? 2 : 1;
+  static constexpr int q_bytes = rows * WIDTH * 2, tile_bytes = keys * WIDTH * 2;
+  static constexpr int bytes = 1024 + q_bytes + 2 * stages * tile_bytes + 128;
+};
+
+template <int STAGES>
+struct Barriers {
+  uint64_t q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+}
+
+// All columns of a tile of rows from `row` on.
+template <int PARTS, int ROWS>
+__device__ __forceinline__ void copy_rows(unsigned char *to, const CUtensorMap *map, uint64_t *barrier, int row,
+                                          int head, int batch) {
+  barrier_expect(barrier, PARTS * ROWS * kRowBytes);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        :
+        : "r"(shared_address(to + part * ROWS * kRowBytes)), "l"(map), "r"(shared_address(barrier)), "r"(part * 64),
+          "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+__device__ __forceinline__ void group_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+__device__ __forceinline__ void group_end() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+template <int N>
+__device__ __forceinline__ void group_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(N) : "memory");
+}
+
+// Named barriers of THREADS threads, some of which only arrive.
+template <int THREADS>
+__device__ __forceinline__ void named_sync(int name) {
+  asm volatile("bar.sync %0, %1;" : : "r"(name), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void named_arrive(int name) {
+  asm volatile("bar.arrive %0, %1;" : : "r"(name), "n"(THREADS) : "memory");
+}
+
+// What tells wgmma of a tile with rows of 128 swizzled bytes: eight rows lie together; `next_part` bytes on are the
+// next 64 elements of the rows, where those are not along the depth of the product.
+__device__ __forceinline__ uint64_t tile_descriptor(const void *p, uint32_t next_part) {
+  return (uint64_t)((shared_address(p) & 0x3FFFF) >> 4) | (uint64_t)(next_part >> 4) << 16 |
+         (uint64_t)(8 * kRowBytes >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+#define AK_WGMMA_S_64(TYPE)                                                                                            \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE            \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31},"                                                                 \
+      " %32, %33, add, 1, 1, 0, 0;}"                                                                                   \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                      \
+      : "l"(a), "l"(b), "r"(add))
+#define AK_WGMMA_S_128(TYPE)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"      \
+      " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"          \
+      " %64, %65, add, 1, 1, 0, 0;}"                                                                                   \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                      \
+      : "l"(a), "l"(b), "r"(add))
+#define AK_WGMMA_R_64(TYPE)                                                                                            \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE            \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31},"                                                                 \
+      " {%32, %33, %34, %35}, %36, add, 1, 1, 1;}"                                                                     \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define AK_WGMMA_R_128(TYPE)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"      \
+      " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"          \
+      " {%64, %65, %66, %67}, %68, add, 1, 1, 1;}"                                                                     \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define AK_WGMMA_R_256(TYPE)                                                                                           \
+  asm volatile(                                                                                                        \
+      "{.reg .pred add; setp.ne.b32 add, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE          \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"     \
+      " %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"      \
+      " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64,"      \
+      " %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85,"      \
+      " %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105,"     \
+      " %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123,"   \
+      " %124, %125, %126, %127},"                                                                                      \
+      " {%128, %129, %130, %131}, %132, add, 1, 1, 1;}"                                                                \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),    \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),         \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),        \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),        \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),        \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),        \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),        \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),        \
+        "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),        \
+        "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),        \
+        "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),        \
+        "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),        \
+        "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),   \
+        "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),              \
+        "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),              \
+        "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),              \
+        "+f"(d[126]), "+f"(d[127])                                                                                     \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+#define AK_WGMMA(WHERE, N)                   \
+  if constexpr (SUMS == N / 2) {             \
+    if constexpr (std::is_same_v<T, __half>) \
+      AK_WGMMA_##WHERE##_##N("f16");         \
+    else                                     \
+      AK_WGMMA_##WHERE##_##N("bf16");        \
+  }
+
+// d += a @ b for 64 rows, 2 * SUMS columns and a depth of 16, or d = a @ b without `add`: a and b in shared memory,
+// rows along the depth.
+template <typename T, int SUMS>
+__device__ __forceinline__ void multiply_shared(float (&d)[SUMS], uint64_t a, uint64_t b, uint32_t add) {
+  AK_WGMMA(S, 64)
+  AK_WGMMA(S, 128)
+}
+
+// The same with a in registers, and b's rows along the columns of the product.
+template <typename T, int SUMS>
+__device__ __forceinline__ void multiply_registers(float (&d)[SUMS], const uint32_t (&a)[4], uint64_t b, uint32_t add) {
+  AK_WGMMA(R, 64)
+  AK_WGMMA(R, 128)
+  AK_WGMMA(R, 256)
+}
+#undef AK_WGMMA
+
+// A warp group's running softmax over its scores: rows lane / 4 and lane / 4 + 8 of each warp.
+struct Running {
+  float max[2], weight[2], shrink[2];
+};
+
+// Scores become weights. HIDE: keys outside of [begin, end) of a row, counted from the tile's first, are hidden.
+template <int SCORES>
+__device__ __forceinline__ void soften(float (&scores)[SCORES], Running &r, float scale, bool hide,
+                                       const int (&begin)[2], const int (&end)[2], int lane) {
+  if (hide) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (key < begin[i / 2 % 2] || key >= end[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float largest = r.max[half];
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (i / 2 % 2 == half) largest = fmaxf(largest, scores[i]);
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float zero = reference(largest) * scale;
+    r.shrink[half] = exp2_fast(r.max[half] * scale - zero);
+    r.max[half] = largest;
+    float added = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (i / 2 % 2 == half) {
+        scores[i] = exp2_fast(scores[i] * scale - zero);
+        added += scores[i];
+      }
+    r.weight[half] = r.weight[half] * r.shrink[half] + added;
+  }
+}
+
+template <typename T, int SCORES>
+__device__ __forceinline__ void pack_all(uint32_t (&weights)[SCORES / 8][4], const float (&scores)[SCORES]) {
+#pragma unroll
+  for (int i = 0; i < SCORES; i += 2) weights[i / 8][i / 2 % 4] = pack(scores[i], scores[i + 1], T());
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T, int WIDTH, int GROUPS>
+__global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROUPS>::blocks)
+    attend_wide(const Attention a, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                const __grid_constant__ CUtensorMap v_map) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Wide<WIDTH, GROUPS>;
+  constexpr bool kTurns = kInTurn && GROUPS == 2;
+  extern __shared__ unsigned char memory[];
+  unsigned char *q_tile = memory + (1024 - shared_address(memory) % 1024) % 1024;
+  unsigned char *k_tiles = q_tile + S::q_bytes, *v_tiles = k_tiles + S::stages * S::tile_bytes;
+  Barriers<S::stages> *barriers = reinterpret_cast<Barriers<S::stages> *>(v_tiles + S::stages * S::tile_bytes);
+  const int group = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    barrier_init(&barriers->q_full, 1);
+    barrier_init(&barriers->q_empty, GROUPS);
+    for (int s = 0; s < S::stages; s++) {
+      barrier_init(&barriers->k_full[s], 1);
+      barrier_init(&barriers->v_full[s], 1);
+      barrier_init(&barriers->k_empty[s], GROUPS);
+      barrier_init(&barriers->v_empty[s], GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+  }
+  __syncthreads();
+  // A block walks over many tiles; the keys of the next are on their way while this one's sums are written. The last rows
+  // have the most keys under causality: they go first, but of every second head last, so that all blocks get alike.
+  const int64_t items = a.tiles * a.heads * a.sequences;
+  struct Item {
+    Problem p;
+    int64_t top, last;  // the first row, and the first key of the last tile of keys
+    int count;          // of tiles of keys, which go from the last to the first
+  };
+  const auto item_of = [&](int64_t n) {
+    Item item;
+    item.p = problem_of(a, n / a.tiles);
+    item.top = (n / a.tiles % 2 == 0 ? a.tiles - 1 - n % a.tiles : n % a.tiles) * S::rows;
+    const int64_t bottom = item.top + S::rows < a.Sq ? item.top + S::rows - 1 : a.Sq - 1;
+    const Range range = range_of(a, item.p, item.top, bottom, S::keys);
+    item.count = range.begin < range.end ? (int)((range.end - range.begin + S::keys - 1) / S::keys) : 0;
+    item.last = range.begin + (int64_t)(item.count - 1) * S::keys;
+    return item;
+  };
+  uint32_t tile = 0, turn = 0;  // tiles of keys so far, and items with any
+
+  if (group == GROUPS) {
+    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == 128 * GROUPS) {
+      for (int64_t n = blockIdx.x; n < items; n += gridDim.x) {
+        const Item item = item_of(n);
+        if (item.count == 0) continue;
+        const int head = (int)item.p.head, key_head = (int)(item.p.head / a.heads_per_key), batch = (int)item.p.batch;
+        barrier_wait(&barriers->q_empty, turn % 2 ^ 1);
+        copy_rows<S::parts, S::rows>(q_tile, &q_map, &barriers->q_full, (int)item.top, head, batch);
+        turn++;
+        for (int i = 0; i < item.count; i++, tile++) {
+          const int stage = tile % S::stages, key = (int)(item.last - (int64_t)i * S::keys);
+          const uint32_t parity = tile / S::stages % 2 ^ 1;
+          barrier_wait(&barriers->k_empty[stage], parity);
+          copy_rows<S::parts, S::keys>(k_tiles + stage * S::tile_bytes, &k_map, &barriers->k_full[stage], key, key_head,
+                                       batch);
+          barrier_wait(&barriers->v_empty[stage], parity);
+          copy_rows<S::parts, S::keys>(v_tiles + stage * S::tile_bytes, &v_map, &barriers->v_full[stage], key, key_head,
+                                       batch);
+        }
+      }
+    }
+  } else {
+    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+    const float scale = a.scale * 1.4426950408889634f;  // scores in powers of 2: exp2 is cheaper
+    float sums[WIDTH / 2], scores[S::keys / 2];
+    uint32_t weights[S::keys / 16][4];
+    if (kTurns && group == 1) named_arrive<256>(1);  // the first group begins
+#pragma unroll 1
+    for (int64_t n = blockIdx.x; n < items; n += gridDim.x) {
+      const Item item = item_of(n);
+      const Problem &p = item.p;
+      if (item.count == 0) {  // these queries see no key; q's memory may be the next item's already
+        T *zeros = static_cast<T *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + item.top + 64 * group) * a.Dv;
+        const int64_t left = a.Sq - item.top - 64 * group, size = (left < 64 ? left : 64) * a.Dv;
+        for (int64_t i = thread; i < size; i += 128) zeros[i] = from_float<T>(0.0f);
+        continue;
+      }
+      const int64_t top = item.top, last = item.last;
+      const int count = item.count;
+      const int64_t shift = p.k_length - p.q_length, row = top + 16 * warp + lane / 4, group_top = top + 64 * group;
+      Running running = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; i++) sums[i] = 0.0f;
+
+      const auto multiply_keys = [&](uint32_t at) {
+        const int stage = at % S::stages;
+        const uint64_t q = tile_descriptor(q_tile + group * 64 * kRowBytes, 16);
+        const uint64_t k = tile_descriptor(k_tiles + stage * S::tile_bytes, 16);
+#pragma unroll
+        for (int d = 0; d < WIDTH / 16; d++)  // 16 elements on are 32 bytes of a row, 64 the next part
+          multiply_shared<T>(scores, q + ((d / 4 * S::rows * kRowBytes + d % 4 * 32) >> 4),
+                             k + ((d / 4 * S::keys * kRowBytes + d % 4 * 32) >> 4), d > 0);
+        group_end();
+      };
+      const auto multiply_values = [&](uint32_t at) {
+        const uint64_t v = tile_descriptor(v_tiles + at % S::stages * S::tile_bytes, S::keys * kRowBytes);
+#pragma unroll
+        for (int n = 0; n < S::keys / 16; n++)
+          multiply_registers<T>(sums, weights[n], v + (n * 16 * kRowBytes >> 4), 1);
+        group_end();
+      };
+      const auto soften_tile = [&](int i) {
+        const int64_t first = last - (int64_t)i * S::keys;
+        const bool plain = first + S::keys <= p.k_length && (!a.causal || first + S::keys - 1 <= group_top + shift) &&
+                           (a.window <= 0 || first > group_top + 63 + shift - a.window);
+        int begin[2] = {0, 0}, end[2] = {0, 0};
+        if (!plain) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const Seen seen = seen_of(a, p, row + 8 * half, first, S::keys);
+            begin[half] = seen.begin;
+            end[half] = seen.end;
+          }
+        }
+        soften(scores, running, scale, !plain, begin, end, lane);
+      };
+
+      barrier_wait(&barriers->q_full, turn % 2);
+      barrier_wait(&barriers->k_full[tile % S::stages], tile / S::stages % 2);
+      group_begin();
+      multiply_keys(tile);
+      group_wait<0>();
+      if (thread == 0) barrier_arrive(&barriers->k_empty[tile % S::stages]);
+      soften_tile(0);
+      pack_all<T>(weights, scores);
+      for (int i = 1; i < count; i++) {
+        const int before = tile % S::stages;
+        const uint32_t before_parity = tile / S::stages % 2;
+        tile++;
+        const int stage = tile % S::stages;
+        barrier_wait(&barriers->k_full[stage], tile / S::stages % 2);
+        if (kTurns) named_sync<256>(1 + group);
+        group_begin();
+        multiply_keys(tile);
+        barrier_wait(&barriers->v_full[before], before_parity);
+        group_begin();
+        multiply_values(tile - 1);
+        if (kTurns) named_arrive<256>(2 - group);  // the other group's products run while these scores are softened
+        group_wait<1>();
+        if (thread == 0) barrier_arrive(&barriers->k_empty[stage]);
+        soften_tile(i);
+        group_wait<0>();
+        if (thread == 0) barrier_arrive(&barriers->v_empty[before]);
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; j++) sums[j] *= running.shrink[j / 2 % 2];
+        pack_all<T>(weights, scores);
+      }
+      barrier_wait(&barriers->v_full[tile % S::stages], tile / S::stages % 2);
+      group_begin();
+      multiply_values(tile);
+      group_wait<0>();
+      if (thread == 0) barrier_arrive(&barriers->v_empty[tile % S::stages]);
+      tile++;
+      turn++;
+
+      float share[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float total = running.weight[half];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        share[half] = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
+      }
+      named_sync<128>(3 + group);  // all of the group's products with q are done: its rows' memory is free
+      T *out = static_cast<T *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + top + 16 * warp) * a.Dv;
+      const int64_t rows_left = a.Sq - top - 16 * warp;
+#pragma unroll
+      for (int part = 0; part < S::parts; part++) {
+        // 16 rows of 128 bytes; the chunks of a row change places, so that rows start in different banks.
+        unsigned char *mine = q_tile + part * S::rows * kRowBytes + warp * 16 * kRowBytes;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const int at = part * 32 + 4 * j + 2 * half;
+            unsigned char *to = mine + (lane / 4 + 8 * half) * kRowBytes + (j ^ lane / 4) * 16 + lane % 4 * 4;
+            *reinterpret_cast<uint32_t *>(to) = pack(sums[at] * share[half], sums[at + 1] * share[half], T());
+          }
+        __syncwarp();
+#pragma unroll
+        for (int n = lane; n < 16 * 8; n += 32) {
+          const int r = n / 8, chunk = n % 8, column = part * 64 + chunk * 8;
+          if (r >= rows_left || column >= a.Dv) continue;
+          const Pack<T, 8> values = load<T, 8>(reinterpret_cast<const T *>(mine + r * kRowBytes + (chunk ^ r % 8) * 16));
+          T *y = out + r * a.Dv + column;
+          if (a.Dv % 8 == 0) {
+            store<T, 8>(y, values);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+              if (column + e < a.Dv) y[e] = values.v[e];
+          }
+        }
+      }
+      // q's memory is written by the copy engine next: after all of the group's ordinary accesses.
+      asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+      named_sync<128>(3 + group);
+      if (thread == 0) barrier_arrive(&barriers->q_empty);
+    }
+    if (kTurns && group == 0) named_sync<256>(1);  // the last arrival of the second group
+  }
+#else
+  not_for_this_architecture();
+#endif
+}
+
+// --- float32 ---
+
+template <int ROWS, int WIDTH, int THREADS>
+__device__ __forceinline__ void load_rows_float(float *tile, const float *data, int64_t stride, bool packs,
+                                                int64_t first, int64_t rows, int width) {
+#pragma unroll 2
+  for (int i = threadIdx.x; i < ROWS * (WIDTH / 4); i += THREADS) {
+    const int64_t row = first + i / (WIDTH / 4);
+    const int column = i % (WIDTH / 4) * 4, left = row < rows ? width - column : 0;
+    const float *from = data + row * stride + column;
+    Pack<float, 4> values;
+    if (packs && left >= 4) {
+      values = load<float, 4>(from);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; j++) values.v[j] = j < left ? from[j] : 0.0f;
+    }
+    store<float, 4>(tile + i / (WIDTH / 4) * (WIDTH + 4) + column, values);
+  }
+}
+
+template <int WIDTH>
+struct FloatShape {
+  static constexpr int rows = WIDTH > 128 ? 32 : 64, keys = 32, threads = rows / 4 * 8, stride = WIDTH + 4;
+  static constexpr int bytes = ((rows + keys) * stride + rows * (keys + 4)) * 4;
+};
+
+// A thread has four rows (ty + rows / 4 * i) and of each every eighth key and four of every 32 columns.
+template <int WIDTH>
+__global__ void __launch_bounds__(FloatShape<WIDTH>::threads, 1) attend_float(Attention a) {
+  using S = FloatShape<WIDTH>;
+  constexpr int kStride = S::stride, kStep = S::rows / 4, kWeights = S::keys + 4;
+  extern __shared__ __align__(16) unsigned char memory[];
+  float *q_tile = reinterpret_cast<float *>(memory), *kv_tile = q_tile + S::rows * kStride;
+  float *weights = kv_tile + S::keys * kStride;
+  const Problem p = problem_of(a, blockIdx.x / a.tiles);
+  const int tx = threadIdx.x % 8, ty = threadIdx.x / 8;
+  const float *q = rows_of<float>(a.q, a.q_strides, p, p.head, p.q_start);
+  const float *k = rows_of<float>(a.k, a.k_strides, p, p.head / a.heads_per_key, p.k_start);
+  const float *v = rows_of<float>(a.v, a.v_strides, p, p.head / a.heads_per_key, p.k_start);
+  float *out = static_cast<float *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + p.q_start) * a.Dv;
+
+  for (int64_t tile = a.tiles - 1 - blockIdx.x % a.tiles; tile * S::rows < p.q_length; tile += a.tiles) {
+    const int64_t top = tile * S::rows;
+    const int64_t bottom = top + S::rows < p.q_length ? top + S::rows - 1 : p.q_length - 1;
+    const Range range = range_of(a, p, top, bottom, S::keys);
+    load_rows_float<S::rows, WIDTH, S::threads>(q_tile, q, a.q_strides.token, a.q_packs, top, p.q_length, a.D);
+    float sums[4][WIDTH / 32][4] = {}, max[4], weight[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) max[i] = -INFINITY;
+
+    for (int64_t first = range.begin; first < range.end; first += S::keys) {
+      load_rows_float<S::keys, WIDTH, S::threads>(kv_tile, k, a.k_strides.token, a.k_packs, first, p.k_length, a.D);
+      __syncthreads();
+      float scores[4][4] = {};
+#pragma unroll 4
+      for (int d = 0; d < a.D; d += 4) {  // zeros stand behind column D
+        Pack<float, 4> x[4], y[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = load<float, 4>(q_tile + (ty + kStep * i) * kStride + d);
+#pragma unroll
+        for (int j = 0; j < 4; j++) y[j] = load<float, 4>(kv_tile + (tx + 8 * j) * kStride + d);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) scores[i][j] += x[i].v[e] * y[j].v[e];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int64_t row = top + ty + kStep * i;
+        const Seen seen = seen_of(a, p, row, first, S::keys);
+        float largest = max[i];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int key = tx + 8 * j;
+          float score = scores[i][j] * a.scale;
+          if (key < seen.begin || key >= seen.end) {
+            score = -INFINITY;
+          } else if (a.mask != NULL && row < p.q_length) {
+            const float added = mask_at(a, p, row, first + key);
+            score = added == -INFINITY ? -INFINITY : score + added;
+          }
+          scores[i][j] = score;
+          largest = fmaxf(largest, score);
+        }
+#pragma unroll
+        for (int lanes = 4; lanes > 0; lanes /= 2)
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+        const float zero = reference(largest), shrink = expf(max[i] - zero);
+        max[i] = largest;
+        weight[i] *= shrink;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float w = expf(scores[i][j] - zero);
+          weight[i] += w;
+          weights[(ty + kStep * i) * kWeights + tx + 8 * j] = w;
+        }
+#pragma unroll
+        for (int c = 0; c < WIDTH / 32; c++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) sums[i][c][e] *= shrink;
+      }
+      __syncthreads();  // everyone is done with k; the weights are here
+      load_rows_float<S::keys, WIDTH, S::threads>(kv_tile, v, a.v_strides.token, a.v_packs, first, p.k_length, a.Dv);
+      __syncthreads();
+#pragma unroll 2
+      for (int n = 0; n < S::keys; n++) {
+        float w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = weights[(ty + kStep * i) * kWeights + n];
+#pragma unroll
+        for (int c = 0; c < WIDTH / 32; c++) {
+          if (32 * c >= a.Dv) break;
+          const Pack<float, 4> y = load<float, 4>(kv_tile + n * kStride + 32 * c + 4 * tx);
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[i][c][e] += w[i] * y.v[e];
+        }
+      }
+      __syncthreads();  // everyone is done with v and the weights
+    }
+
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float total = weight[i];
+#pragma unroll
+      for (int lanes = 4; lanes > 0; lanes /= 2) total += __shfl_xor_sync(0xffffffffu, total, lanes);
+      const float share = total == 0.0f ? 0.0f : 1.0f / total;
+      const int64_t row = top + ty + kStep * i;
+      if (row >= p.q_length) continue;
+#pragma unroll
+      for (int c = 0; c < WIDTH / 32; c++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int column = 32 * c + 4 * tx + e;
+          if (column < a.Dv) out[row * a.Dv + column] = sums[i][c][e] * share;
+        }
+    }
+    __syncthreads();  // everyone is done with q before the next tile's
+  }
+}
+
+// --- host ---
+
+bool dense(const AkTensor *t) { return t->sizes[3] <= 1 || t->strides[3] == 1; }
+
+int64_t stride_of(const AkTensor *t, int d) { return t->sizes[d] == 1 ? 0 : t->strides[d]; }
+
+Strides strides_of(const AkTensor *t) { return {stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)}; }
+
+bool packs(const AkTensor *t, Strides s, int pack) {
+  return (uintptr_t)t->data % 16 == 0 && s.batch % pack == 0 && s.head % pack == 0 && s.token % pack == 0;
+}
+
+template <typename K>
+int launch(K kernel, Attention &a, int rows, int threads, int bytes, int64_t longest, cudaStream_t stream) {
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
+    cudaGetLastError();  // this device has less shared memory
+    return AK_UNSUPPORTED;
+  }
+  a.tiles = (longest + rows - 1) / rows;
+  const int64_t blocks = a.tiles * a.heads * (a.sequences + (a.cu_q != NULL ? 1 : 0));
+  if (blocks > 0x7fffffff) return AK_UNSUPPORTED;
+  kernel<<<(unsigned)blocks, threads, bytes, stream>>>(a);
+  return (int)cudaGetLastError();
+}
+
+// --- host, from Hopper on ---
+
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function that writes tensor maps, or NULL.
+Encode encoder() {
+  static std::atomic<void *> kept{NULL};
+  void *found = kept.load(std::memory_order_relaxed);
+  if (found == NULL) {
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    const cudaError_t code =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t code = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    if (code != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+      cudaGetLastError();
+      return NULL;
+    }
+    kept.store(found, std::memory_order_relaxed);
+  }
+  return reinterpret_cast<Encode>(found);
+}
+
+// A tensor's map: boxes of 64 elements (128 bytes, swizzled) of so many tokens. Its rows are dense and aligned for
+// packs; false where it has none, as an expanded tensor.
+template <typename T>
+bool map_of(CUtensorMap *map, const void *data, const Strides &s, int64_t width, int64_t tokens, int64_t heads,
+            int64_t batch, int rows) {
+  const Encode encode = encoder();
+  if (encode == NULL) return false;
+  const int64_t row = (width + 7) / 8 * 8, counts[3] = {tokens, heads, batch}, given[3] = {s.token, s.head, s.batch};
+  const cuuint64_t sizes[4] = {(cuuint64_t)width, (cuuint64_t)tokens, (cuuint64_t)heads, (cuuint64_t)batch};
+  cuuint64_t strides[3];
+  for (int d = 0; d < 3; d++) {
+    if (counts[d] > INT32_MAX || (counts[d] > 1 && given[d] <= 0)) return false;
+    strides[d] = (cuuint64_t)(counts[d] > 1 ? given[d] : row) * 2;
+  }
+  const cuuint32_t box[4] = {64, (cuuint32_t)rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUtensorMapDataType type =
+      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode(map, type, 4, const_cast<void *>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Whether this device has a kernel's instructions and its shared memory; asked once a device.
+template <auto KERNEL>
+bool runs_here(int bytes, bool wide_clusters, int device) {
+  constexpr int kDevices = 64;
+  static std::atomic<signed char> kept[kDevices];
+  if (device < 0 || device >= kDevices) return false;
+  signed char known = kept[device].load(std::memory_order_relaxed);
+  if (known == 0) {
+    cudaFuncAttributes attributes;
+    bool able = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.sharedSizeBytes == 0 &&
+                cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+    if (able && wide_clusters)
+      able = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
+    if (!able) cudaGetLastError();
+    known = able ? 1 : -1;
+    kept[device].store(known, std::memory_order_relaxed);
+  }
+  return known > 0;
+}
+
+template <typename T, int WIDTH>
+int run_decode(const Attention &a, int major, int device, cudaStream_t stream) {
+  using S = Decode<WIDTH>;
+  if (!runs_here<decode<T, WIDTH>>(S::bytes, true, device)) return kNotHere;
+  const int64_t head_tiles = (a.heads_per_key + 15) / 16;
+  const int64_t units = a.sequences * (a.heads / a.heads_per_key) * head_tiles;
+  const int64_t seen = a.window > 0 && a.window < a.Sk ? a.window : a.Sk, most = major == 9 ? kMostSplits : 8;
+  int splits = 1;
+  // A warp has four tiles at least.
+  while (splits < most && units * splits < kDecodeBlocks && seen >= (int64_t)splits * 2 * S::warps * 4 * S::keys)
+    splits *= 2;
+  for (;; splits /= 2) {
+    if (units * splits > 0x7fffffff) return AK_UNSUPPORTED;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = splits;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(units * splits));
+    config.blockDim = dim3(S::threads);
+    config.dynamicSmemBytes = S::bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    const cudaError_t code = cudaLaunchKernelEx(&config, decode<T, WIDTH>, a, splits, (int)head_tiles);
+    if (code == cudaSuccess) return (int)cudaGetLastError();
+    cudaGetLastError();
+    // Sixteen blocks of a cluster are more than every device promises room for.
+    if (splits <= 8) return (int)code;
+  }
+}
+
+template <typename T, int WIDTH, int GROUPS>
+int run_wide(Attention &a, int64_t key_heads, int device, cudaStream_t stream) {
+  using S = Wide<WIDTH, GROUPS>;
+  CUtensorMap q_map, k_map, v_map;
+  if (!runs_here<attend_wide<T, WIDTH, GROUPS>>(S::bytes, false, device) ||
+      !map_of<T>(&q_map, a.q, a.q_strides, a.D, a.Sq, a.heads, a.sequences, S::rows) ||
+      !map_of<T>(&k_map, a.k, a.k_strides, a.D, a.Sk, key_heads, a.sequences, S::keys) ||
+      !map_of<T>(&v_map, a.v, a.v_strides, a.Dv, a.Sk, key_heads, a.sequences, S::keys))
+    return kNotHere;
+  a.tiles = (a.Sq + S::rows - 1) / S::rows;
+  int processors = 0;
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t items = a.tiles * a.heads * a.sequences, room = (int64_t)processors * S::blocks;
+  const int64_t blocks = items < room ? items : room;
+  attend_wide<T, WIDTH, GROUPS><<<(unsigned)blocks, S::threads, S::bytes, stream>>>(a, q_map, k_map, v_map);
+  return (int)cudaGetLastError();
+}
+
+template <typename T, int WIDTH>
+int run(Attention &a, int64_t longest, int64_t key_heads, const AkContext *ctx) {
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  int major = 0, code = kNotHere;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->device);
+  if (major >= 9 && a.cu_q == NULL && a.k_packs && a.v_packs && a.Sk > 0) {
+    if (a.Sq == 1 && a.q_packs && a.Sk < INT32_MAX / 2)
+      code = run_decode<T, WIDTH>(a, major, ctx->device, stream);
+    else if (a.q_packs && a.mask == NULL && a.scale > 0.0f && major == 9)
+    {
+      int processors = 0;
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, ctx->device);
+      const int64_t blocks = (a.Sq + 127) / 128 * a.heads * a.sequences;
+      // Short sequences of narrow heads, or too few: smaller blocks.
+      if (WIDTH == 64 && (a.Sk <= kShort || blocks < processors))
+        code = run_wide<T, 64, 1>(a, key_heads, ctx->device, stream);
+      else
+        code = run_wide<T, WIDTH, 2>(a, key_heads, ctx->device, stream);
+    }
+    if (code != kNotHere) return code;
+  }
+  using S = Shape<WIDTH>;
+  const int bytes = S::bytes + (a.mask != NULL ? S::mask_bytes : 0);
+  return launch(attend<T, WIDTH>, a, S::rows, S::threads, bytes, longest, stream);
+}
+
+template <int WIDTH>
+int run_float(Attention &a, int64_t longest, cudaStream_t stream) {
+  using S = FloatShape<WIDTH>;
+  return launch(attend_float<WIDTH>, a, S::rows, S::threads, S::bytes, longest, stream);
+}
+
+}  // namespace
+
+extern "C" int flash_attention(const AkTensor *q, const AkTensor *k, const AkTensor *v, const AkTensor *mask,
+                               const AkTensor *cu_seqlens_q, const AkTensor *cu_seqlens_k, int64_t max_seqlen_q,
+                               int64_t max_seqlen_k, double scale, int32_t causal, int64_t window,
+                               const AkTensor *out, const AkContext *ctx) {
+  if (k->dtype != q->dtype || v->dtype != q->dtype) return AK_UNSUPPORTED;
+  if (!dense(q) || !dense(k) || !dense(v)) return AK_NEED_CONTIGUOUS;
+  const int64_t D = q->sizes[3], Dv = v->sizes[3], widest = D > Dv ? D : Dv;
+  if (widest > 256) return AK_UNSUPPORTED;
+  const int pack = q->dtype == AK_F32 ? 4 : 8;
+  Attention a = {};
+  a.q = q->data;
+  a.k = k->data;
+  a.v = v->data;
+  a.out = out->data;
+  a.q_strides = strides_of(q);
+  a.k_strides = strides_of(k);
+  a.v_strides = strides_of(v);
+  a.q_packs = packs(q, a.q_strides, pack);
+  a.k_packs = packs(k, a.k_strides, pack);
+  a.v_packs = packs(v, a.v_strides, pack);
+  a.sequences = q->sizes[0];
+  a.heads = q->sizes[1];
+  a.heads_per_key = k->sizes[1] > 0 ? a.heads / k->sizes[1] : 1;
+  a.Sq = q->sizes[2];
+  a.Sk = k->sizes[2];
+  a.D = (int)D;
+  a.Dv = (int)Dv;
+  a.scale = (float)scale;
+  a.causal = causal != 0;
+  a.window = window > 0 ? window : 0;
+  if (mask != NULL) {
+    if (mask->ndim > 4) return AK_UNSUPPORTED;
+    if (mask->dtype != AK_BOOL && mask->dtype != AK_F32 && mask->dtype != AK_F16 && mask->dtype != AK_BF16)
+      return AK_UNSUPPORTED;
+    int64_t strides[4] = {0, 0, 0, 0};  // missing dimensions and those of one element are broadcast
+    for (int d = 0; d < mask->ndim; d++) strides[4 - mask->ndim + d] = stride_of(mask, d);
+    a.mask = mask->data;
+    a.mask_dtype = mask->dtype;
+    a.mask_batch = strides[0];
+    a.mask_head = strides[1];
+    a.mask_row = strides[2];
+    a.mask_column = strides[3];
+  }
+  int64_t longest = a.Sq;
+  if ((cu_seqlens_q == NULL) != (cu_seqlens_k == NULL)) return AK_UNSUPPORTED;
+  if (cu_seqlens_q != NULL) {
+    for (const AkTensor *bounds : {cu_seqlens_q, cu_seqlens_k}) {
+      if (bounds->dtype != AK_I32 || bounds->ndim != 1 || bounds->sizes[0] < 1) return AK_UNSUPPORTED;
+      if (bounds->sizes[0] > 1 && bounds->strides[0] != 1) return AK_NEED_CONTIGUOUS;
+    }
+    if (q->sizes[0] != 1 || cu_seqlens_q->sizes[0] != cu_seqlens_k->sizes[0]) return AK_UNSUPPORTED;
+    a.cu_q = static_cast<const int32_t *>(cu_seqlens_q->data);
+    a.cu_k = static_cast<const int32_t *>(cu_seqlens_k->data);
+    a.sequences = cu_seqlens_q->sizes[0] - 1;
+    if (max_seqlen_q > 0 && max_seqlen_q < longest) longest = max_seqlen_q;
+  }
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  switch (q->dtype) {
+    case AK_F32:
+      return widest <= 64    ? run_float<64>(a, longest, stream)
+             : widest <= 128 ? run_float<128>(a, longest, stream)
+                             : run_float<256>(a, longest, stream);
+    case AK_F16:
+      return widest <= 64    ? run<__half, 64>(a, longest, k->sizes[1], ctx)
+             : widest <= 128 ? run<__half, 128>(a, longest, k->sizes[1], ctx)
+                             : run<__half, 256>(a, longest, k->sizes[1], ctx);
+    case AK_BF16:
+      return widest <= 64    ? run<__nv_bfloat16, 64>(a, longest, k->sizes[1], ctx)
+             : widest <= 128 ? run<__nv_bfloat16, 128>(a, longest, k->sizes[1], ctx)
+                             : run<__nv_bfloat16, 256>(a, longest, k->sizes[1], ctx);
+    default: return AK_UNSUPPORTED;
+  }
+}
