@@ -661,7 +661,7 @@ def main() -> int:
             read_tb_s=round(ceilings.read_gb_s / 1e3, 3),
             launch_us=round(ceilings.launch_us, 3),
             liger=_version("liger-kernel"),
-            command=" ".join(["benchmarks/kernels.py", *sys.argv[1:]]),
+            command=" ".join(["benchmarks/kernels.py", *(Path(a).name for a in sys.argv[1:])]),
             seconds=round(time.time() - started, 1),
             results=results,
             not_reached=tuple(n for n in options.types if n not in reached),
