@@ -41,7 +41,9 @@ def test_a_product_of_a_programs_number_with_a_length_is_named() -> None:
     [
         ("int at = blockIdx.x * n + threadIdx.x;", ["at"]),
         ("const unsigned int row = blockIdx.x * x->sizes[1];", ["row"]),
+        ("int at = blockIdx.y * n;", ["at"]),
         ("int64_t at = (int64_t)blockIdx.x * n;", []),
+        ("int head = blockIdx.y * blockDim.z + threadIdx.z;", []),
         ("int block = blockIdx.x;", []),
         ("int count = (int)x->sizes[0];", []),
         ("// int at = blockIdx.x * n;", []),

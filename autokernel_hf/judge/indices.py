@@ -17,13 +17,18 @@ _C_PRODUCT = re.compile(
     rf"\b(?:const\s+)?{_INT}\s+(\w+)\s*=\s*(?=[^;]*\*)(?=[^;]*\b(?:blockIdx|sizes|strides)\b)(?![^;]*int64_t\))[^;]*;"
 )
 
+# A thread's number in a dimension of the grid that has at most 65535 blocks, of at most 1024 threads.
+_SMALL = re.compile(r"\bblockIdx\.[yz]\s*\*\s*blockDim\.[xyz]")
+# How strides and lengths of rows are called; a count of keys or heads is of one dimension, and does not say.
+_LENGTH = re.compile(r"(?i:stride|step|pitch|size|len|width|row|col)|^[A-Za-z]$")
+
 
 def notes_on(candidate: Candidate) -> tuple[str, ...]:
     """Sentences on products that may overflow; none where nothing was found."""
     if candidate.backend == "triton":
         found = _in_python(candidate.source)
     else:
-        found = [m[1] for m in _C_PRODUCT.finditer(_without_comments(candidate.source))]
+        found = [m[1] for m in _C_PRODUCT.finditer(_SMALL.sub("0", _without_comments(candidate.source)))]
     if not found:
         return ()
     names = ", ".join(dict.fromkeys(found))
@@ -110,5 +115,7 @@ def _is_wide(node: ast.AST, wide: set[str]) -> bool:
 
 
 def _is_length(node: ast.AST) -> bool:
-    """A size or a stride, by how names are written: not the size of a block, with which a number counts in one dimension."""
-    return isinstance(node, ast.Name) and (not node.id.isupper() or len(node.id) == 1)
+    """A size or a stride, by its name: not the size of a block, with which a number counts in one dimension."""
+    if not isinstance(node, ast.Name) or (node.id.isupper() and len(node.id) > 1):
+        return False
+    return _LENGTH.search(node.id) is not None

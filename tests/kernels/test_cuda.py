@@ -310,18 +310,18 @@ def inputs(name: str, dtype: str = "float32", **axes: int) -> dict[str, Any]:
 
 
 def test_emulation_sees_a_missing_barrier(workshop: Workshop) -> None:
-    kernel = mutant("rmsnorm", "  __syncthreads();\n  value = lane", "  value = lane", workshop.folder)
+    kernel = mutant("rmsnorm", "  __syncthreads();\n  value = mine", "  value = mine", workshop.folder)
     args = inputs("rmsnorm", M=2, N=2048)
     results = [kernel(args, schedule=schedule) for schedule in range(3)]
     assert not all(same_bits(results[0], other) for other in results[1:])
 
 
 def test_emulation_sees_an_access_past_the_end(workshop: Workshop) -> None:
-    kernel = mutant(
-        "rmsnorm", "column < length; column += step", "column <= length; column += step", workshop.folder
-    )
+    # The element behind the row is within a group of loads that the row's last element begins, not the first of one.
+    load = "raw[u].load(in + column + u * step, false)"
+    kernel = mutant("rmsnorm", f"u * step < N) {load}", f"u * step <= N) {load}", workshop.folder)
     with pytest.raises(EmulationError, match="outside every tensor"):
-        kernel(inputs("rmsnorm", M=4, N=64 * 1024 + 1), at_end=True)
+        kernel(inputs("rmsnorm", M=4, N=64 * 1024 + 513), at_end=True)
 
 
 def test_emulation_sees_a_misaligned_access(workshop: Workshop) -> None:
@@ -335,8 +335,8 @@ def test_emulation_sees_a_misaligned_access(workshop: Workshop) -> None:
 def test_emulation_sees_a_barrier_that_some_threads_never_reach(workshop: Workshop) -> None:
     kernel = mutant(
         "rmsnorm",
-        "  __syncthreads();\n  value = lane",
-        "  if (lane == 0) __syncthreads();\n  value = lane",
+        "  __syncthreads();\n  value = mine",
+        "  if (threadIdx.x % 32 == 0) __syncthreads();\n  value = mine",
         workshop.folder,
     )
     with pytest.raises(EmulationError, match="deadlock|different operations|has returned"):
