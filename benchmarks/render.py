@@ -21,7 +21,7 @@ def read(name: str) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def where(device: dict[str, Any]) -> str:
+def where(device: dict[str, Any], dates: str = "") -> str:
     units = "cores" if device["kind"] == "cpu" else "multiprocessors"
     versions = ", ".join(
         f"{name} {device[name]}"
@@ -29,7 +29,7 @@ def where(device: dict[str, Any]) -> str:
         if device.get(name) and device["kind"] == "cuda"
     )
     versions = versions or f"torch {device['torch']}"
-    return f"{device['name']}, {device['units']} {units}, {versions}, {device['date'][:10]}"
+    return f"{device['name']}, {device['units']} {units}, {versions}, {dates or device['date'][:10]}"
 
 
 def interval(value: list[float] | None) -> str:
@@ -62,11 +62,13 @@ def models(name: str) -> str:
             lines[1] + "---|---|",
         ]
     device = None
+    dates = set()
     for case, result in document["cases"].items():
         record = result.get("record")
         if not record or "error" in record:
             continue
         device = record["device"]
+        dates.add(device["date"][:10])
         won = ", ".join(f"{t['name']} {t['speedup']:.1f}x" for t in record["targets"] if t["status"] == "won")
         found = record["verification"]
         cells = [case, record["status"]]
@@ -92,7 +94,7 @@ def models(name: str) -> str:
     if device is None:
         return ""
     return (
-        f"Measured on {where(device)}; random weights; medians, all columns in turn within a round "
+        f"Measured on {where(device, ' and '.join(sorted(dates)))}; random weights; medians, all columns in turn within a round "
         f"(`benchmarks/results/{name}`). Columns with compile are the better of torch.compile without and with CUDA "
         "graphs, where there are any; against compile is the better of those over the best column with kernels. A speed-up "
         "of a kernel is against the model's own code at that place."
