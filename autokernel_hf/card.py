@@ -7,7 +7,6 @@ until it is published, since a package does not know where it will live.
 from __future__ import annotations
 
 import ast
-import hashlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -574,7 +573,7 @@ def _provenance(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "kernel type", f"`{facts.candidate.kernel_type}`, backend `{facts.candidate.backend}`"
     shipped = packages.read_variants(Path(facts.package.path))
     yield "id", ", ".join(dict.fromkeys(f"`{variant.metadata.id}`" for variant in shipped))
-    yield "source (SHA-256)", f"`{hashlib.sha256(facts.candidate.source.encode()).hexdigest()}`"
+    yield "source (SHA-256)", f"`{facts.candidate.digest}`"
     yield "made by", f"autokernel_hf {__version__}"
     model = facts.profile.model if facts.profile is not None else None
     if model is not None:

@@ -10,7 +10,6 @@ meanwhile, a candidate that would be kept is judged again, against that.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
@@ -403,8 +402,9 @@ class Search:
             self._report(self.experiment(*found))
 
     def _starter_left(self) -> tuple[Candidate, Proposal] | None:
-        tried = {e.digest for e in self.attempts()} | {_digest(p.source) for p in self._flying.values()}
-        starter = next((s for s in self.starters if s.digest not in tried), None)
+        tried = {e.digest for e in self.attempts()}
+        flying = {p.source for p in self._flying.values()}
+        starter = next((s for s in self.starters if s.digest not in tried and s.source not in flying), None)
         if starter is None:
             return None
         return starter, Proposal(
@@ -528,7 +528,3 @@ def _not_borne_out(confirmation: Evaluation) -> str:
             f"({low:.3f} to {high:.3f} at 95 %)"
         )
     return ""
-
-
-def _digest(source: str) -> str:
-    return hashlib.sha256(source.encode()).hexdigest()
