@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -366,6 +367,32 @@ def test_without_a_compiler_the_compiled_columns_are_empty_and_the_notes_say_why
     assert result.latency_ms.compile is None
     assert result.speedup.vs_compile is None
     assert any("compile was not measured: torch.compile fails" in note for note in result.notes)
+
+
+def test_a_replay_that_gives_other_numbers_fails_the_kernels_and_leaves_out_the_plain_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = net(tmp_path)
+    bench = verification._Bench(loaded, [activation(tmp_path, 0.0)], random.Random(0))
+    plain = verification.floating_tensors(bench.run_plain(loaded.inputs))
+    patched_off = verification._largest(
+        verification.floating_tensors(bench.run_patched(loaded.inputs)), plain
+    )
+
+    def captured(scale: float) -> Callable[..., Callable[[], Any]]:
+        def capture(model: nn.Module, inputs: Any, others: Any) -> Callable[[], Any]:
+            # A graph that ignores its inputs would give what it was captured with.
+            return lambda: scale * model(**inputs)
+
+        return capture
+
+    for scale, columns in ((1.0, {"eager_cudagraphs", "eager_kernels_cudagraphs"}), (1.5, set())):
+        monkeypatch.setattr(verification, "captured_pass", captured(scale))
+        timing, notes = Timing(), verification._Notes()
+        found = bench._captured(loaded.inputs, plain, patched_off, timing, notes)
+        assert set(found) == columns
+        assert ("replayed from a CUDA graph" in timing.problem) == (scale != 1.0)
+        assert any("eager_cudagraphs was not measured" in line for line in notes.lines) == (scale != 1.0)
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
