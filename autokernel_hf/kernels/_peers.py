@@ -53,11 +53,17 @@ def fused_peer(name: str, function: Callable[..., Any]) -> Peer:
     return Peer(name=name, make=lambda workload, device: function)
 
 
-def liger_peer(make: Callable[[], Callable[..., Any]]) -> Peer:
-    """Liger's kernel, where Liger is installed and the device is a GPU."""
+def liger_peer(
+    make: Callable[[], Callable[..., Any]], answers: Callable[[Workload], bool] = lambda workload: True
+) -> Peer:
+    """Liger's kernel, where Liger is installed and the device is a GPU.
+
+    Args:
+        answers: Whether it computes a workload as precisely as the type asks; elsewhere it is no peer.
+    """
 
     def build(workload: Workload, device: torch.device) -> Callable[..., Any] | None:
-        if device.type != "cuda":
+        if device.type != "cuda" or not answers(workload):
             return None
         try:
             return make()
