@@ -14,7 +14,9 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -88,6 +90,7 @@ class Judge:
         self._ready = False
 
     def __enter__(self) -> Judge:
+        opened_at = time.monotonic()
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             program("autokernel_hf.judge.process", str(theirs.fileno())),
@@ -100,7 +103,7 @@ class Judge:
         )
         theirs.close()
         self._channel = multiprocessing.connection.Connection(ours.detach())
-        self._channel.send(self._settings)
+        self._channel.send(replace(self._settings, opened_at=opened_at))
         return self
 
     def __exit__(
@@ -152,6 +155,7 @@ class Judge:
     def _ask(self, request: Request) -> object:
         if self._channel is None:
             raise JudgeError("The session is not open.", remedy="Use it in a with statement.")
+        request = replace(request, asked_at=time.monotonic())
         if not self._ready:
             self._receive()
             self._ready = True

@@ -199,6 +199,29 @@ def test_peers_of_a_session_carry_over_to_its_candidates(session: Judge) -> None
     assert result.speedup == pytest.approx(result.speedup_vs_eager * peers.baseline_us / peers.eager_us)
 
 
+def test_every_second_of_an_evaluation_is_one_of_a_phase() -> None:
+    with Judge("rmsnorm", "cpp", (rms(64, 768),)) as judge:
+        for i, names in enumerate(({"interpreter", "imports", "device", "start"}, set())):
+            began = time.monotonic()
+            evaluation = judge.one_shot(candidate(without_threads(note=f"phases {i}")), peers=False)
+            wall_s = time.monotonic() - began
+            spent: dict[str, float] = {}
+            for phase, seconds in evaluation.phases:
+                spent[phase] = spent.get(phase, 0.0) + seconds
+            assert {*names, "build", "smoke", "timing", "edges", "end"} <= set(spent)
+            assert ("imports" in spent) is (i == 0), "a session is opened once"
+            assert 0.85 * wall_s < sum(spent.values()) < wall_s + 0.01, (wall_s, spent)
+            assert sum(spent.values()) == pytest.approx(evaluation.seconds, abs=0.02)
+            assert spent.get("other", 0.0) < 0.15 * wall_s, spent
+
+
+def test_a_session_that_was_opened_long_before_costs_its_first_candidate_nothing() -> None:
+    with Judge("rmsnorm", "cpp", (rms(8, 64),), quick=True) as judge:
+        judge.measure_peers()
+        evaluation = judge.evaluate(candidate(without_threads(note="late")))
+    assert {"interpreter", "imports", "device"}.isdisjoint(dict(evaluation.phases))
+
+
 def test_a_given_seed_reproduces_the_verdict_to_the_element() -> None:
     zeros = read_candidate(MUTANTS / "zeros.cpp")
     first, second = (

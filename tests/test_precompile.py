@@ -77,8 +77,13 @@ def test_few_calls_or_little_memory_get_few_copies(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(precompile, "resident_bytes", lambda pid: 1 << 30)
     monkeypatch.setattr(precompile, "free_bytes", lambda: 100 << 30)
     monkeypatch.setattr(sandbox, "ALL_CPUS", set(range(16)))
-    assert precompile.processes_for(60) == 8
-    assert precompile.processes_for(1) == 0
+    assert precompile.processes_for(60) == 16
+    assert precompile.processes_for(1) == 1
     assert precompile.processes_for(3) == 3
     monkeypatch.setattr(precompile, "free_bytes", lambda: 8 << 30)
     assert precompile.processes_for(60) == 2
+    monkeypatch.setattr(precompile, "free_bytes", lambda: 6 << 30)
+    assert precompile.processes_for(60) == 0
+    monkeypatch.setattr(precompile, "free_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(sandbox, "ALL_CPUS", {0})
+    assert precompile.processes_for(60) == 0

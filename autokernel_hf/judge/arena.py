@@ -159,6 +159,10 @@ class Pool:
         self._device = device
         self._free: list[Arena] = []
 
+    def reserve(self) -> None:
+        """Have one ready; on a GPU this also starts CUDA."""
+        self.give(self.take())
+
     def take(self) -> Arena:
         return self._free.pop() if self._free else Arena.create(self._nbytes, self._device)
 

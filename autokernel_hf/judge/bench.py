@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from autokernel_hf import gpu
-from autokernel_hf.errors import JudgeError
+from autokernel_hf.errors import AutokernelError, JudgeError
 from autokernel_hf.judge import checks, roofline, sandbox, statistics, timing
 from autokernel_hf.judge.cases import Scope, key_of
 from autokernel_hf.judge.crew import Crew
@@ -63,10 +64,17 @@ class Bench:
         self.seeds = seeds
         self._known_values: dict[str, timing.Values] = {}
         self._baselines: dict[str, WorkloadResult] = {}
+        self._eager_runs: set[str] = set()  # workloads that the plain torch expression has run
         self._measured_ceilings: gpu.Ceilings | None = None
         # Whether the candidate that was timed last is so much slower than the incumbent that no other workload can
         # make up for it.
         self.hopeless = False
+
+    def prepare(self, workloads: Iterable[Workload]) -> None:
+        """Make ahead what timing these workloads will need. What is wrong with one is told when it is timed."""
+        with contextlib.suppress(AutokernelError, RuntimeError, MemoryError):
+            for workload in workloads:
+                self._values(workload)
 
     def peers(self, workload: Workload) -> WorkloadResult:
         """Time what a user would pick instead."""
@@ -248,6 +256,8 @@ class Bench:
     def _peers(self, values: timing.Values, *, eager_only: bool = False) -> list[timing.Local]:
         """The peers that can do this workload here, and do it right; eager first, which defines the op."""
         workload, kernel_type = values.workload, self.kernel_type
+        if eager_only and key_of(workload) in self._eager_runs:
+            return [timing.Local(timing.EAGER, kernel_type.reference, values)]
         args = inputs_of(kernel_type, workload, self.seeds.next(), self.device)
         oracle = checks.Oracle(kernel_type, workload, args)
         found = []
@@ -270,6 +280,7 @@ class Bench:
             raise JudgeError(
                 f"The plain torch expression of {kernel_type.name} does not run {workload.label}."
             )
+        self._eager_runs.add(key_of(workload))
         return found
 
     def _result(

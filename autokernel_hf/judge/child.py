@@ -184,11 +184,16 @@ class _Worker:
         """What the candidate has replaced since before it was imported."""
         return {"replaced": self.watch.replaced() if self.watch is not None else []}
 
-    def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make calls in several threads, after copies of this process have compiled what they need."""
-        assert self.arena is not None and self.function is not None
+    def do_compile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Have copies of this process compile what calls need; the calls are not made."""
+        assert self.arena is not None
         if self.kernel_fn is not None and self.arena.memory.device.type == "cuda":
             self._compile_apart(request["calls"])
+        return {}
+
+    def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make calls in several threads."""
+        assert self.arena is not None and self.function is not None
         function, stream = self.function, self.stream
 
         def call(args: list[list[Any]]) -> None:

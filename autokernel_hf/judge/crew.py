@@ -49,22 +49,35 @@ class Crew:
         child, self._spare = self._spare, None
         return child if child is not None and not child.ended else self._start()
 
+    def put_back(self, child: Child) -> None:
+        """Return a child that has loaded nothing: it is as good as new."""
+        if self._spare is None or self._spare.ended:
+            self._spare = child
+        else:
+            child.end()
+
     def prepare(self) -> None:
         """Have a child ready for the next `take`: on a GPU its context takes a while."""
-        if self._spare is None:
+        if self._spare is None or self._spare.ended:
             self._spare = self._start()
 
-    def build(self, child: Child, candidate: Candidate) -> Built:
-        """Build a candidate, and import it in a child.
-
-        Raises:
-            Failed: It does not build or import.
-        """
+    def start_build(self, candidate: Candidate) -> None:
+        """Have a candidate built; what comes of it is for `finish_build`."""
+        if self._builder is not None and self._builder.busy:
+            self._builder.end()  # nobody waited for what it built last
         if self._builder is None or self._builder.ended:
             self._builder = self._watched(Builder(self._spawn(builder=True), timeout_s=self._timeout_s))
-        built = self._builder.build(candidate, self._device)
-        self._built[candidate.digest] = built
-        child.load(built)
+        self._builder.start(candidate, self._device)
+
+    def finish_build(self, candidate: Candidate) -> Built:
+        """What was built.
+
+        Raises:
+            Failed: The candidate does not build.
+            ToolMissingError: This machine has no compiler for it.
+        """
+        assert self._builder is not None
+        built = self._built[candidate.digest] = self._builder.finish()
         return built
 
     def fresh(self, candidate: Candidate) -> Child:
@@ -75,10 +88,10 @@ class Crew:
         """
         child = self.take()
         try:
-            if candidate.digest in self._built:
-                child.load(self._built[candidate.digest])
-            else:
-                self.build(child, candidate)
+            if candidate.digest not in self._built:
+                self.start_build(candidate)
+                self.finish_build(candidate)
+            child.load(self._built[candidate.digest])
         except Failed:
             child.end()
             raise

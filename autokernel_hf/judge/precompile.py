@@ -1,20 +1,28 @@
 """Compiling the variants of a Triton candidate side by side, in processes.
 
 Triton holds the interpreter's lock for most of what it does, so that threads compile one after the other: the variants
-that all stages need take ten seconds. A child forks itself for the length of a batch. A copy touches no device, which a
-fork could not: its tensors lie on the CPU, with the dtypes, strides and alignments that variants are told by; Triton is
-asked to compile and not to launch; and its driver answers from what the child knew before. What the copies compile goes
-to the child's own cache on disk, where its calls find it. What they fail at is left for the call that counts.
+that all stages need take ten seconds and more. A child forks itself for the length of a batch. A copy touches no device,
+which a fork could not: its tensors lie on the CPU, with the dtypes, strides and alignments that variants are told by;
+Triton is asked to compile and not to launch; and its driver answers from what the child knew before. What the copies
+compile goes to the child's own cache on disk, where its calls find it. What they fail at is left for the call that counts.
+
+The copies take calls off one list, the widest first: its variant may take the assembler ten times as long as another
+(a row of 32768 on four warps spills), and must not be the last to be begun. Calls often need the same variant; the copy
+that comes to it first compiles it, and the others go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +33,7 @@ from autokernel_hf.judge.watchdog import free_bytes, resident_bytes
 from autokernel_hf.kernels.base import DTYPES, materialize
 from autokernel_hf.records import TensorSpec
 
-_MOST_PROCESSES = 8
+_MOST_PROCESSES = 16
 _MEMORY_SHARE = 0.3  # of what is free, that copies may seem to take
 _LONGEST_S = 60.0
 _POLL_S = 0.01
@@ -66,11 +74,30 @@ class StillDriver:
 
 
 def processes_for(calls: int) -> int:
-    """How many copies are worth it for so many calls, with the cores and the memory that there are; 0 for none."""
+    """How many copies are worth it for so many calls, with the cores and the memory that there are; 0 for none.
+
+    One is worth it where there is a second core: the referee draws values meanwhile.
+    """
     room = int(_MEMORY_SHARE * free_bytes()) // max(resident_bytes(os.getpid()), 1)
     cores = len(sandbox.ALL_CPUS) or 1
     count = min(_MOST_PROCESSES, cores, calls, room)
-    return count if count > 1 else 0
+    return count if min(cores, room) > 1 else 0
+
+
+class Claims:
+    """Who does what, among processes that share a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def take(self, *what: object) -> bool:
+        """Whether this is for the caller to do: nobody has taken it before."""
+        name = hashlib.sha256(repr(what).encode()).hexdigest()
+        try:
+            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        return True
 
 
 def side_by_side(
@@ -81,8 +108,10 @@ def side_by_side(
     Args:
         close: A descriptor that is not for the copies.
     """
+    folder = Path(tempfile.mkdtemp(prefix="compile-"))
+    ordered = sorted(calls, key=_widest, reverse=True)
     pids = []
-    for i in range(processes):
+    for _ in range(processes):
         try:
             pid = os.fork()
         except OSError:  # no more processes; what is not compiled here, the calls compile themselves
@@ -91,7 +120,7 @@ def side_by_side(
             try:
                 sandbox.die_with_parent()
                 os.close(close)
-                compile_calls(kernel_fn, calls[i::processes], driver)
+                compile_calls(kernel_fn, ordered, driver, Claims(folder))
             finally:
                 os._exit(0)
         pids.append(pid)
@@ -102,26 +131,42 @@ def side_by_side(
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def compile_calls(kernel_fn: Callable[..., Any], calls: Sequence[Call], driver: StillDriver) -> None:
-    """Compile what the calls need in this process, which is of no other use afterwards."""
+def _widest(call: Call) -> int:
+    """The largest size of a call's tensors: what blocks grow with, and the assembler's time with them."""
+    return max((max(v["spec"]["shape"], default=1) for _, v in call if isinstance(v, dict)), default=0)
+
+
+def compile_calls(
+    kernel_fn: Callable[..., Any], calls: Sequence[Call], driver: StillDriver, claims: Claims
+) -> None:
+    """Compile what calls that nobody has taken need, in this process, which is of no other use afterwards."""
     from triton.runtime import driver as drivers
     from triton.runtime.jit import JITFunction
 
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     drivers.set_active(driver)
-    run = JITFunction.run
+    run, compile_one = JITFunction.run, JITFunction._do_compile
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if driver.launcher_cls is not None and kernel is not None:
-            with contextlib.suppress(Exception):
-                driver.launcher_cls(kernel.src, kernel.metadata)  # which some versions compile too
+            with contextlib.suppress(Exception):  # some versions compile a launcher for each signature too
+                if claims.take("launcher", sorted(map(str, kernel.src.signature.items()))):
+                    driver.launcher_cls(kernel.src, kernel.metadata)
         return kernel
 
-    JITFunction.run = compile_only
-    for call in calls:
+    def compile_unless_taken(self: Any, key: Any, *args: Any, **options: Any) -> Any:
+        if not claims.take("variant", self.__module__, self.__name__, str(key)):
+            return None
+        return compile_one(self, key, *args, **options)
+
+    JITFunction.run, JITFunction._do_compile = compile_only, compile_unless_taken
+    for number, call in enumerate(calls):
+        if not claims.take("call", number):
+            continue
         # Whatever a candidate raises, the call that counts will raise again.
         with contextlib.suppress(BaseException):
             kernel_fn(**{name: _stand_in(value) for name, value in call})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,6 +17,7 @@ _NVIDIA = Path("/dev/nvidiactl")  # the driver's device, without starting CUDA
 
 def main(descriptor: str) -> None:
     """Serve one session over an inherited descriptor."""
+    began = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Connection(int(descriptor))
     try:
@@ -34,7 +36,8 @@ def main(descriptor: str) -> None:
 
     from autokernel_hf.judge import referee
 
-    referee.serve(channel, settings, server)
+    steps = (("interpreter", settings.opened_at, began), ("imports", began, time.monotonic()))
+    referee.serve(channel, settings, server, steps)
     os._exit(0)  # all that it started has ended; taking torch apart would only take time
 
 

@@ -31,7 +31,7 @@ from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Request, Settings
-from autokernel_hf.judge.stages import Passed, StageFailed, room_for, run_case, warm
+from autokernel_hf.judge.stages import Passed, StageFailed, room_for, run_case, start_compile, write_calls
 from autokernel_hf.judge.telemetry import device_state
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
@@ -56,6 +56,10 @@ _MEMORY_FACTOR, _CONTEXTS_BYTES = 20.0, 2 << 30
 _STILL_WORKING_S = 2.0  # the spinning of an OpenMP pool ends long before
 
 
+Step = tuple[str, float, float]
+"""A step of opening a session: its name, and when it began and ended, by the system's monotonic clock."""
+
+
 class _Verdict(Exception):  # noqa: N818 - the end of an evaluation
     """An evaluation ends here."""
 
@@ -67,7 +71,10 @@ class _Verdict(Exception):  # noqa: N818 - the end of an evaluation
 
 @dataclass(slots=True)
 class _Sheet:
-    """What is known of a candidate so far."""
+    """What is known of a candidate so far.
+
+    Every second since it was asked for is one of a phase: `phase` closes the time before it as "other".
+    """
 
     started: float
     stages: dict[Stage, StageStatus]
@@ -83,17 +90,44 @@ class _Sheet:
     warm_times: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by workload
     device_states: list[DeviceState] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    marked: float = 0.0  # until when the time is accounted for
+
+    @classmethod
+    def begun(cls, request: Request, opening: Sequence[Step]) -> _Sheet:
+        """A new one; what passed since the request, the opening of the session and waiting, is in its phases."""
+        now = time.monotonic()
+        sheet = cls(
+            started=request.asked_at or now,
+            stages=dict.fromkeys(STAGES, "skipped"),
+            confirmed=request.confirm,
+            marked=request.asked_at or now,
+        )
+        for name, began, ended in opening:
+            if ended > sheet.marked:  # a session may have been opened long before
+                sheet.lap("wait", until=max(began, sheet.marked))
+                sheet.lap(name, until=ended)
+        sheet.lap("wait", until=now)
+        return sheet
+
+    def lap(self, name: str, *, until: float | None = None) -> None:
+        """The time since the last lap is the phase's."""
+        now = time.monotonic() if until is None else until
+        seconds = round(now - self.marked, 3)
+        if seconds > 0:
+            self.phases.append((name, seconds))
+            self.marked = now
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Account for the time of a part of the evaluation."""
-        began = time.monotonic()
+        self.lap("other")
         try:
             yield
         finally:
-            self.phases.append((name, round(time.monotonic() - began, 3)))
+            self.lap(name)
 
     def evaluation(self, status: BenchStatus, reason: str) -> Evaluation:
+        self.lap("other")
         return Evaluation(
             status=status,
             stages=Stages(**{stage: self.stages[stage] for stage in STAGES}),
@@ -123,6 +157,7 @@ class Referee:
 
     def __init__(self, settings: Settings, server: Server | None) -> None:
         self.settings = settings
+        self.opening: tuple[Step, ...] = ()  # until the first evaluation has told of it
         self.kernel_type = find_type(settings.kernel_type)
         self.device = device_of(settings)
         self.interpret = settings.backend == "triton" and self.device.type == "cpu"
@@ -160,12 +195,14 @@ class Referee:
 
     def _crew(self) -> Crew:
         if self.crew is None:
+            pool = Pool(self._arena_bytes(), self.device)
+            pool.reserve()  # while the server is still importing
             self.crew = Crew(
                 device=str(self.device),
                 interpret=self.interpret,
                 timeout_s=self.settings.timeout_s,
                 server=self._server,
-                pool=Pool(self._arena_bytes(), self.device),
+                pool=pool,
             )
         return self.crew
 
@@ -211,21 +248,27 @@ class Referee:
         """Judge a candidate: see `evaluate.Judge`."""
         candidate = request.candidate
         assert candidate is not None
-        sheet = _Sheet(
-            started=time.monotonic(),
-            stages=dict.fromkeys(STAGES, "skipped"),
-            results={key_of(w): untimed(w) for w in self.scope.workloads},
-            confirmed=request.confirm,
-        )
+        sheet = _Sheet.begun(request, self.opening)
+        self.opening = ()
+        sheet.results = {key_of(w): untimed(w) for w in self.scope.workloads}
         child: Child | None = None
         try:
             domain = self._domain(candidate)
             sheet.results = {key_of(w): untimed(w) for w in self.scope.workloads}
             with sheet.phase("start"):
                 crew = self._crew()
-                child = crew.take()
+                crew.start_build(candidate)
+                fresh = crew.take()
             with sheet.phase("build"):
-                built = crew.build(child, candidate)
+                if candidate.backend != "triton":
+                    self._while_others_compile(domain)
+                try:
+                    built = crew.finish_build(candidate)
+                except BaseException:
+                    crew.put_back(fresh)
+                    raise
+                child = fresh
+                child.load(built)
             sheet.resources, sheet.built_id = built.resources, built.id
             reason = self._judge(child, domain, request, sheet)
             status: BenchStatus = "passed"
@@ -235,6 +278,23 @@ class Referee:
             status, reason = failed_stage.status, failed_stage.reason
         except _Verdict as verdict:
             status, reason = verdict.status, verdict.reason
+        with sheet.phase("end"):
+            self._let_go(child, candidate, status, request, sheet)
+        return sheet.evaluation(status, reason)
+
+    def _let_go(
+        self,
+        child: Child | None,
+        candidate: Candidate,
+        status: BenchStatus,
+        request: Request,
+        sheet: _Sheet,
+    ) -> None:
+        """Keep or end the child of a candidate that was judged, and look at the device.
+
+        Raises:
+            DeviceError: The GPU is sick, or others hold its memory.
+        """
         if child is not None:
             if not child.ended and self.device.type == "cuda":
                 with contextlib.suppress(Failed):
@@ -248,7 +308,6 @@ class Referee:
             self._probe_device()
         if status == "out_of_memory":
             self._must_have_memory()
-        return sheet.evaluation(status, reason)
 
     def prepare(self) -> None:
         """What can be done for the next candidate while nobody waits."""
@@ -256,13 +315,21 @@ class Referee:
             torch.cuda.empty_cache()  # what the oracle took in float64 is others' to use
             self.crew.prepare()
 
+    def _while_others_compile(self, domain: Domain) -> None:
+        """What this candidate and the next will need, done while the processors of this process have nothing to do."""
+        if self.device.type == "cuda":
+            self._crew().prepare()
+        if self.can_run and not self.interpret:
+            self.bench.prepare([w for w in self.scope.workloads if holds(domain, w)])
+
     def _judge(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> str:
         """The cascade; the reason of a pass."""
         child.inspect()
         assert request.candidate is not None
-        if request.candidate.backend == "triton" and not self.interpret and len(self.scope.workloads) > 1:
+        if request.candidate.backend == "triton" and not self.interpret:
             with sheet.phase("compile"):
-                self._warm(child, [w for w in self.scope.workloads if holds(domain, w)])
+                timed = [w for w in self.scope.workloads if holds(domain, w)]
+                self._compile(child, timed, partial(self._while_others_compile, domain))
         sheet.smoke = self._stage(child, "smoke", domain, sheet)
         self._must_be_at_rest(child)
         if self.interpret:
@@ -341,7 +408,8 @@ class Referee:
             made = [case for stage in STAGES[1:] for case in cases_of(stage, self.scope, domain)]
             timed = {w.args for w in self.scope.workloads}
             with sheet.phase("compile"):
-                self._warm(child, [c.workload for c in made if not c.refuse and c.workload.args not in timed])
+                needed = [c.workload for c in made if not c.refuse and c.workload.args not in timed]
+                self._compile(child, needed, lambda: None)
         for stage in STAGES[1:]:
             self._stage(child, stage, domain, sheet)
         self._more_than_32_bits(child, candidate, domain, sheet)
@@ -375,11 +443,19 @@ class Referee:
                 )
         sheet.stages["edges"] = "passed"
 
-    def _warm(self, child: Child, workloads: Sequence[Workload]) -> None:
-        """Have what these calls need compiled side by side: one after the other, the stages' take ten seconds."""
+    def _compile(self, child: Child, workloads: Sequence[Workload], meanwhile: Callable[[], None]) -> None:
+        """Have what these calls need compiled side by side: one after the other, the stages' take ten seconds.
+
+        Args:
+            meanwhile: What this process does while they are compiled, beside drawing the calls' values.
+        """
         distinct = {w.args: w for w in workloads}.values()
         try:
-            warm(child, ((w, self.bench.fresh(w)) for w in distinct))
+            start_compile(child, distinct)
+            meanwhile()
+            placed = write_calls(child, ((w, self.bench.fresh(w)) for w in distinct))
+            child.finish_compile()
+            child.warm([p.arguments for p in placed])
         except Failed as failed:
             raise Failed(failed.status, f"{failed.what} (while its variants were compiled)") from None
 
@@ -554,13 +630,22 @@ class _Relay(logging.Handler):
             self._channel.send(("log", record.levelno, record.getMessage()))
 
 
-def serve(channel: Connection, settings: Settings, server: Server | None) -> None:
-    """Answer requests until the orchestrator closes the channel."""
+def serve(
+    channel: Connection, settings: Settings, server: Server | None, opening: Sequence[Step] = ()
+) -> None:
+    """Answer requests until the orchestrator closes the channel.
+
+    Args:
+        opening: What opening the session took so far.
+    """
+    began = time.monotonic()
     logging.getLogger("autokernel_hf").addHandler(_Relay(channel))
     torch.set_grad_enabled(False)
     referee: Referee | None = None
     try:
         referee = _answer(channel, partial(Referee, settings, server))
+        if referee is not None:
+            referee.opening = (*opening, ("device", began, time.monotonic()))
         while referee is not None:
             request = channel.recv()
             _answer(channel, partial(referee.do, request), reply=True)

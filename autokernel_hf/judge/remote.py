@@ -133,15 +133,29 @@ class Process:
 class Builder(Process):
     """A process that compiles candidates and never runs one: it alone may write to the build cache."""
 
+    def __init__(self, spawned: Spawned, *, timeout_s: float) -> None:
+        super().__init__(spawned, timeout_s=timeout_s)
+        self.busy = False  # whether it owes an answer
+
     def build(self, candidate: Candidate, device: str) -> Built:
-        """Build a candidate.
+        """`start`, then `finish`."""
+        self.start(candidate, device)
+        return self.finish()
+
+    def start(self, candidate: Candidate, device: str) -> None:
+        """Have it build a candidate; the answer is for `finish`."""
+        self._send({"op": "build", "candidate": candidate.model_dump(mode="json"), "device": device})
+        self.busy = True
+
+    def finish(self) -> Built:
+        """What it has built.
 
         Raises:
-            Failed: It does not build.
+            Failed: The candidate does not build.
             ToolMissingError: This machine has no compiler for it.
         """
-        request = {"op": "build", "candidate": candidate.model_dump(mode="json"), "device": device}
-        return Built.model_validate(self._command(request, _BUILD_TIMEOUT_S)["built"])
+        self.busy = False
+        return Built.model_validate(self._receive(_BUILD_TIMEOUT_S)["built"])
 
 
 class Child(Process):
@@ -238,8 +252,20 @@ class Child(Process):
         if replaced:
             raise Failed("rejected", f"replaced {', '.join(map(str, replaced[:5]))}")
 
+    def start_compile(self, calls: Sequence[Sequence[tuple[str, object]]]) -> None:
+        """Have it compile what these calls need, side by side, without making them; the answer is for `finish_compile`."""
+        self._send({"op": "compile", "calls": [_wire(args) for args in calls]})
+
+    def finish_compile(self) -> None:
+        """Wait for it.
+
+        Raises:
+            Failed: It crashed or hung. What does not compile is left for the call that counts.
+        """
+        self._receive(_BUILD_TIMEOUT_S)
+
     def warm(self, calls: Sequence[Sequence[tuple[str, object]]]) -> None:
-        """Have it make these calls side by side, their results dropped, so that what they compile is there later.
+        """Have it make these calls side by side, their results dropped, so that what they need is loaded later.
 
         Raises:
             Failed: It crashed or hung. What a call raises is left for the call that counts.

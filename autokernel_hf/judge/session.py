@@ -23,6 +23,7 @@ class Settings:
         timeout_s: The longest that one command to a candidate may take, building apart.
         launch_bound: Whether the calls come from a pass in which a GPU waits for the host: a call then takes as long
             as the slower of the two.
+        opened_at: When the session was opened, by the system's monotonic clock, which all processes share.
     """
 
     kernel_type: str
@@ -36,6 +37,7 @@ class Settings:
     quick: bool = False
     timeout_s: float = 60.0
     launch_bound: bool = False
+    opened_at: float = 0.0
 
     @property
     def on_cpu(self) -> bool:
@@ -45,7 +47,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One thing to do. `peers` asks for timing against every peer, not only eager and the incumbent."""
+    """One thing to do.
+
+    Args:
+        peers: Whether to time every peer, not only eager and the incumbent.
+        asked_at: When it was asked for, by the system's monotonic clock: what passes before the referee takes it up is
+            part of what an evaluation takes.
+    """
 
     action: Literal["measure_peers", "evaluate"]
     candidate: Candidate | None = None
@@ -53,3 +61,4 @@ class Request:
     all_stages: bool = False
     peers: bool = False
     confirm: bool = False
+    asked_at: float = 0.0

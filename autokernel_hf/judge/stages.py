@@ -146,12 +146,13 @@ def _changed(child: Child, placed: Placed, args: Args) -> str:
     return "memory beside them"
 
 
-def warm(child: Child, calls: Iterable[tuple[Workload, Args]]) -> None:
-    """Have a Triton candidate compile what these calls need, several at a time, as far as the arena has room.
+def start_compile(child: Child, workloads: Iterable[Workload]) -> None:
+    """Have a Triton candidate compile what these calls need, without making them; `child.finish_compile` waits for it."""
+    child.start_compile([place(workload, ()).arguments for workload in workloads])
 
-    Raises:
-        Failed: The child crashed.
-    """
+
+def write_calls(child: Child, calls: Iterable[tuple[Workload, Args]]) -> list[Placed]:
+    """Write the inputs of calls side by side, as far as the arena has room; the places of those that are there."""
     placed: list[Placed] = []
     for workload, args in calls:
         here = place(workload, (), start=placed[-1].end if placed else 0)
@@ -162,7 +163,7 @@ def warm(child: Child, calls: Iterable[tuple[Workload, Args]]) -> None:
         placed.append(here)
     if child.arena.memory.device.type == "cuda":
         torch.cuda.synchronize(child.arena.memory.device)
-    child.warm([p.arguments for p in placed])
+    return placed
 
 
 def _must_refuse(child: Child, workload: Workload, args: Args, outputs: tuple[TensorSpec, ...]) -> None:

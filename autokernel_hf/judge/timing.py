@@ -399,6 +399,7 @@ class Rounds:
                 break
             if count >= _FEWEST_ROUNDS and now - began > _PATIENCE * budget.seconds:
                 break
+        _busy_until[self.values.device] = time.monotonic()
 
     def check_clocks(self) -> None:
         """Hold the clocks of contenders in children against the referee's, over all blocks so far.
@@ -601,10 +602,16 @@ class Near:
         return True
 
 
+_PREHEAT_S, _STAYS_WARM_S = 0.1, 0.5
+_busy_until: dict[torch.device, float] = {}  # when rounds on a device ended, by the monotonic clock
+
+
 def _preheat(device: torch.device) -> None:
     """Bring the clocks up: a processor that idled runs slower at first."""
+    if time.monotonic() - _busy_until.get(device, -math.inf) < _STAYS_WARM_S:
+        return
     a = torch.randn(2048, 2048, device=device, dtype=torch.float16)
-    until = time.monotonic() + 0.1
+    until = time.monotonic() + _PREHEAT_S
     while time.monotonic() < until:
         for _ in range(10):
             a @ a
