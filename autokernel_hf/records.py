@@ -162,6 +162,7 @@ class Workload(Record):
     values: str = "normal"
     calls: int = 0
     share: float = 0.0
+    lead: str = ""  # the tensor whose dtype is the call's, where that is not the first
 
     def arg(self, name: str) -> TensorSpec | bool | int | float | str | None:
         for key, value in self.args:
@@ -181,8 +182,8 @@ class Workload(Record):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the first tensor argument, which the type's domain is about."""
-        return self.tensors[0][1].dtype
+        """The dtype of the leading tensor argument, which the type's domain is about."""
+        return self.tensor(self.lead).dtype if self.lead else self.tensors[0][1].dtype
 
     @property
     def shape(self) -> str:

@@ -332,7 +332,7 @@ _NARROWER_BITS = {torch.float32: 11, torch.float16: 8, torch.bfloat16: 4, torch.
 
 def _narrow(kernel_type: KernelType, args: Args, expected: Expected, previous: Expected) -> Outputs:
     """Torch's own result in the next lower precision, of which only the digits are lost and not the range."""
-    dtype = next(v.dtype for v in args.values() if isinstance(v, Tensor))
+    dtype = args[kernel_type.lead].dtype
     bits = _NARROWER_BITS[dtype]
     narrowed = {
         name: round_to_bits(value, bits).to(dtype)

@@ -168,11 +168,13 @@ class RowsIfNone:
 class Output:
     """An output: new and contiguous. `dtype` is empty for the first argument's, else a dtype's name.
 
-    `float8_dtype` is the output's dtype where the first argument is float8.
+    `dtype_of` names the tensor argument whose dtype it has instead. `float8_dtype` is the output's dtype where the first
+    argument is float8. The sizes of an absent tensor are (0,): an output that has them is empty, and stands for none.
     """
 
     shape: tuple[Dims | Reduced | RowsIfNone, ...]
     dtype: str = ""
+    dtype_of: str = ""
     float8_dtype: str = "bfloat16"
 
 
@@ -189,7 +191,7 @@ def output_specs(
     for output in outputs:
         sizes: list[int] = []
         for term in output.shape:
-            shape = list(args[term.arg].shape)
+            shape = [0] if args[term.arg] is None else list(args[term.arg].shape)
             if isinstance(term, Dims):
                 sizes += shape[term.start : term.stop]
             elif isinstance(term, Reduced):
@@ -201,6 +203,8 @@ def output_specs(
                 sizes += shape[:1]
         if output.dtype:
             dtype = DTYPES[output.dtype]
+        elif output.dtype_of and args[output.dtype_of] is not None:
+            dtype = args[output.dtype_of].dtype
         elif first.dtype == torch.float8_e4m3fn:
             dtype = DTYPES[output.float8_dtype]
         else:
@@ -292,6 +296,25 @@ Fill: TypeAlias = Callable[[str, TensorSpec, Workload, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """Of what the outputs of a backward type are the gradients.
+
+    Its arguments are the gradients of the forward type's outputs, then the forward type's arguments.
+
+    Args:
+        forward: Name of the forward type.
+        of: The forward's tensor arguments whose gradients the outputs are, in order. Gradients of other arguments do not
+            exist: a call that needs one raises.
+        unread: Forward tensors of which only shape and dtype matter, each with the argument that has the same: so the
+            forward need not keep them until the backward.
+    """
+
+    forward: str
+    of: tuple[str, ...]
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelType:
     """The whole truth about a kernel type.
 
@@ -299,7 +322,9 @@ class KernelType:
         schema: The operator schema, as in the candidate contract.
         outputs: Shapes and dtypes of the outputs, from the arguments.
         codes: For each str argument, its words and the codes by which they reach C.
-        dtypes: Dtypes of the first argument that a candidate must handle unless its domain says otherwise.
+        dtypes: Dtypes of the leading argument that a candidate must handle unless its domain says otherwise.
+        leading: The tensor argument whose dtype the domain is about, where it is not the first.
+        gradients: Of what the outputs are gradients; None for a forward type.
         oracle: The exact answer: called with floating tensors in float64; returns a tuple of float64 tensors.
         reference: The plain torch expression that a model runs, in the tensors' own dtype; returns a tuple.
         peers: What a user would pick instead; the first is always `eager`, the reference itself.
@@ -342,12 +367,19 @@ class KernelType:
     fills: Mapping[str, Fill] = field(default_factory=dict)
     codes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    leading: str = ""
+    gradients: Gradients | None = None
     impostors_exempt: Callable[[str, Workload], bool] = field(default=lambda impostor, workload: False)
     layers: tuple[Layer, ...] = ()
     merges_rows: bool = False
     cut: Callable[[Workload], tuple[str, ...]] = field(default=lambda workload: ())
     huge: tuple[Mapping[str, int], Mapping[str, Scalar]] | None = None
     source: str = ""
+
+    @property
+    def lead(self) -> str:
+        """The tensor argument whose dtype the domain is about."""
+        return self.leading or next(a.name for a in self.schema.args if a.is_tensor)
 
     def find(self, model: nn.Module) -> list[Site]:
         """All sites of a model that a layer of this type can replace, each once, in the model's order."""
