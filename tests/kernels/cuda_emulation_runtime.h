@@ -61,4 +61,16 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *, void (*)(P...), A...)
   return emu::last_error;
 }
 
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int threads, size_t shared) {
+  const size_t by_shared = shared == 0 ? 32 : emu::kMostShared / shared;
+  *blocks = (int)(by_shared < 2048u / threads ? by_shared : 2048u / threads);
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, Kernel, const cudaLaunchConfig_t *) {
+  *clusters = 0;
+  return cudaSuccess;
+}
+
 #include "cuda_emulation_tensor_maps.h"
