@@ -6,19 +6,22 @@ through the command line (`context`, `try`, `best`, `ledger`) and has no object 
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.archive import Cell, Elite, cell_of, stale
-from autokernel_hf.records import Candidate, Experiment, Proposal, Target
+from autokernel_hf.records import Backend, Candidate, Experiment, Proposal, Scalar, Target
 
-_ANSWER_TOKENS = 8192  # at most, for one answer
-_RETRIES = 2
+_ASKED = 24  # so often the sampler is asked for something new
+_DRAWN = 24  # so many configurations of each distance from the incumbent are drawn
+_SMALL = 4096  # a space of so many configurations is gone through to its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +34,11 @@ class Context:
         scores: Time of the model's own code over the attempt's, by experiment; None for attempts without timings.
         prescriptions: Kinds of tunables to try first, from the diagnosis of the incumbent.
         bound: What bounds the incumbent, in words with numbers.
-        remaining: Experiments left in the budget.
+        remaining: Experiments left in the budget; where that is a time, as many as it is likely to allow.
         pending: Proposals that are being judged now, where several devices are.
         beam: The best of each kind so far that are worth going on from, the incumbent's kind among them.
         cells: The kind of each right attempt, by experiment.
+        others: The best of each kind, also of those that are not worth it as long as anything better is left.
     """
 
     target: Target
@@ -48,6 +52,7 @@ class Context:
     pending: tuple[Proposal, ...] = ()
     beam: tuple[Elite, ...] = ()
     cells: Mapping[int, Cell] = field(default_factory=dict)
+    others: tuple[Elite, ...] = ()
 
 
 class NothingLeft(Exception):  # noqa: N818 - an end, not an error
@@ -72,7 +77,9 @@ class Playbook:
     as if it had never stopped.
 
     After a plateau of attempts without improvement every second proposal is a revisit: a step of one constant from the
-    best of another kind (another backend, structure or algorithm), the one that was gone on from least.
+    best of another kind (another backend, structure or algorithm), the one that was gone on from least. Where the sampler
+    finds nothing new any more, what is left of the incumbent's space is tried, nearest to it first, and then the spaces of
+    the other kinds, best first: a search ends for want of proposals only where every configuration of every file was tried.
     """
 
     name = "playbook"
@@ -81,28 +88,47 @@ class Playbook:
         self.plateau = plateau
 
     def propose(self, context: Context, n: int) -> list[Proposal]:
-        space = tunables.parse(context.incumbent.source)
-        if not space:
-            return []
-        tried = {e.digest for e in context.attempts}
-        tried |= {_digest(context, p.source) for p in context.pending}
+        tried = {(e.backend, e.digest) for e in context.attempts}
+        tried |= {_key(context, p) for p in context.pending}
         opened = sum("opening" in e.tag.split(",") for e in context.attempts)
         opened += sum("opening" in p.tags for p in context.pending)
         whole = len(context.attempts) + len(context.pending) + context.remaining
         openings = max(2, whole // 2) - opened
         proposals: list[Proposal] = []
-        opening = self._openings(context, space)
-        ordered = [*opening, *self._revisits(context), *self._sampled(context, space, n)]
-        for proposal in ordered:
-            digest = _digest(context, proposal.source)
-            if digest in tried or ("opening" in proposal.tags and openings <= 0):
+        for proposal in self._in_order(context, tried):
+            key = _key(context, proposal)
+            if key in tried or ("opening" in proposal.tags and openings <= 0):
                 continue
-            tried.add(digest)
+            tried.add(key)
             openings -= "opening" in proposal.tags
             proposals.append(proposal)
             if len(proposals) == n:
                 break
         return proposals
+
+    def _in_order(self, context: Context, tried: set[tuple[Backend, str]]) -> Iterator[Proposal]:
+        """All that could be tried next, best first; each is made only when it is asked for."""
+        space = tunables.parse(context.incumbent.source)
+        yield from self._openings(context, space)
+        yield from self._revisits(context)
+        own = cell_of(context.incumbent).island
+        seen = {own}
+        yield from self._sampled(context, space)
+        yield from self._rest(context, space)
+        for elite in context.others:
+            if elite.cell.island in seen:
+                continue
+            seen.add(elite.cell.island)
+            there = replace(context, incumbent=elite.candidate)
+            others = tunables.parse(elite.candidate.source)
+            for proposal in itertools.chain(self._sampled(there, others), self._rest(there, others)):
+                yield proposal.model_copy(
+                    update={
+                        "rationale": f"from #{elite.experiment} ({elite.score:.2f}x): {proposal.rationale}",
+                        "tags": (*proposal.tags, f"from-{elite.experiment}"),
+                        "backend": elite.candidate.backend,
+                    }
+                )
 
     def _revisits(self, context: Context) -> list[Proposal]:
         """Steps from the elites of other kinds, where the search is stuck at its incumbent."""
@@ -160,8 +186,10 @@ class Playbook:
                 )
         return proposals
 
-    def _sampled(self, context: Context, space: tuple[tunables.Tunable, ...], n: int) -> list[Proposal]:
+    def _sampled(self, context: Context, space: tuple[tunables.Tunable, ...]) -> Iterator[Proposal]:
         """Optuna's TPE over the joint space, told of every attempt on a file with the same tunables."""
+        if not space:
+            return
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -202,28 +230,46 @@ class Playbook:
                         state=optuna.trial.TrialState.RUNNING, params=params, distributions=distributions
                     )
                 )
-        proposals = []
-        seen: set[str] = set()
-        present = tunables.values(context.incumbent.source)
-        for _ in range(min(size, 50 * n)):
+        for _ in range(min(size, _ASKED)):
             trial = study.ask(distributions)
-            source = tunables.substitute(context.incumbent.source, trial.params)
-            changed = {k: v for k, v in trial.params.items() if v != present[k]}
-            if source in seen or not changed:
-                continue
-            seen.add(source)
-            proposals.append(
-                Proposal(
-                    source=source,
-                    rationale=", ".join(f"{k} {present[k]} -> {v}" for k, v in changed.items()),
-                    tags=("tpe",),
-                    tunables=dict(trial.params),
-                )
-            )
-        return proposals
+            if (proposal := _with(context.incumbent, trial.params, "tpe")) is not None:
+                yield proposal
+
+    def _rest(self, context: Context, space: tuple[tunables.Tunable, ...]) -> Iterator[Proposal]:
+        """The incumbent's space without end: near to it first, at random, and all of it where it is small."""
+        if not space:
+            return
+        here = {t.name: t.value for t in space}
+        key = f"{context.target.name}/{context.seed}/{len(context.attempts) + len(context.pending)}/rest"
+        draw = random.Random(zlib.crc32(key.encode()))
+        for changes in range(2, len(space) + 1):
+            for _ in range(_DRAWN):
+                chosen = draw.sample(space, changes)
+                values = {**here, **{t.name: draw.choice(t.choices) for t in chosen}}
+                if (proposal := _with(context.incumbent, values, "rest")) is not None:
+                    yield proposal
+        if math.prod(len(t.choices) for t in space) <= _SMALL:
+            for choice in itertools.product(*(t.choices for t in space)):
+                values = dict(zip(here, choice, strict=True))
+                if (proposal := _with(context.incumbent, values, "rest")) is not None:
+                    yield proposal
 
 
-def _digest(context: Context, source: str) -> str:
-    return Candidate(
-        kernel_type=context.target.kernel_type, backend=context.incumbent.backend, source=source
-    ).digest
+def _with(incumbent: Candidate, values: Mapping[str, Scalar], tag: str) -> Proposal | None:
+    """The incumbent with other values of its tunables; None where they are its own."""
+    present = tunables.values(incumbent.source)
+    changed = {k: v for k, v in values.items() if v != present[k]}
+    if not changed:
+        return None
+    return Proposal(
+        source=tunables.substitute(incumbent.source, changed),
+        rationale=", ".join(f"{k} {present[k]} -> {v}" for k, v in changed.items()),
+        tags=(tag,),
+        tunables=dict(values),
+    )
+
+
+def _key(context: Context, proposal: Proposal) -> tuple[Backend, str]:
+    backend = proposal.backend or context.incumbent.backend
+    candidate = Candidate(kernel_type=context.target.kernel_type, backend=backend, source=proposal.source)
+    return backend, candidate.digest

@@ -163,9 +163,9 @@ def attempt(run_dir: Path, target: str | None, file: Path, note: str, progress: 
                 f"{file} is a {candidate.kernel_type} kernel, and the target {found.name} is {found.kernel_type}.",
                 remedy="Name the right --target or file.",
             )
-        if len(run.experiments(found.name)) >= run.settings.max_experiments:
+        if len(run.experiments(found.name)) >= run.settings.experiments_a_target:
             raise RunError(
-                f"All {run.settings.max_experiments} experiments of {found.name} are spent.",
+                f"All {run.settings.experiments_a_target} experiments of {found.name} are spent.",
                 remedy="Raise max_experiments in run.json, or finish with `autokernel-hf optimize --resume`.",
             )
         kind = "cuda" if found.device.startswith("cuda") else "cpu"

@@ -604,5 +604,9 @@ def _reproduce(settings: RunSettings | None, profile: Profile | None) -> str:
     words += ["--backend", settings.backend] if settings.backend != "auto" else []
     words += ["--proposer", settings.proposer] if settings.proposer != "playbook" else []
     words += ["--llm", settings.llm] if settings.llm else []
-    words += ["--top", str(settings.top), "--max-experiments", str(settings.max_experiments)]
+    words += ["--top", str(settings.top)]
+    if settings.budget_s is not None:
+        words += ["--budget", f"{settings.budget_s:g}s"]
+    if settings.max_experiments is not None:
+        words += ["--max-experiments", str(settings.max_experiments)]
     return shlex.join(words)

@@ -77,7 +77,9 @@ def optimize(
         typer.Option(metavar="0,1", help="GPUs to judge on side by side; the model runs on the first."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Kernel types to work on, at most.")] = 3,
-    max_experiments: Annotated[int, typer.Option(min=1, help="Experiments a target.")] = 20,
+    max_experiments: Annotated[
+        int | None, typer.Option(min=1, help="Experiments a target [20, or what the budget allows].")
+    ] = None,
     budget: Annotated[str | None, typer.Option(metavar="2h", help="Time for all searches together.")] = None,
     target_speedup: Annotated[
         float | None,

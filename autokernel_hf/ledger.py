@@ -47,13 +47,23 @@ class Demoted(Record):
     at: float
 
 
+StopKind: TypeAlias = Literal["experiments", "time", "plateau", "roofline", "goal", "exhausted", "agent"]
+"""What ended a search; `agent`: a coding agent's work is done."""
+
+
 class Finished(Record):
-    """A target's outcome; of a won one also the winner's confirmation run and commit."""
+    """A target's outcome; of a won one also the winner's confirmation run and commit.
+
+    `stopped` is what ended the search (None in ledgers of before). `seconds` is what the conclusion took, confirmation
+    runs above all.
+    """
 
     event: Literal["finished"] = "finished"
     result: TargetResult
     confirmation: Evaluation | None = None
     commit: str | None = None
+    stopped: StopKind | None = None
+    seconds: float = 0.0
     at: float
 
 

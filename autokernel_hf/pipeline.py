@@ -22,6 +22,8 @@ from autokernel_hf import llm_account, llm_proposer, worker
 from autokernel_hf.agent import Context, Playbook, Proposer
 from autokernel_hf.errors import AutokernelError, UsageError
 from autokernel_hf.extract import extract, starters
+from autokernel_hf.figures import scores_of
+from autokernel_hf.ledger import Finished
 from autokernel_hf.llm import LanguageModelError
 from autokernel_hf.progress import NOTE, Progress, Silent
 from autokernel_hf.records import (
@@ -39,7 +41,7 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import Run, RunSettings
-from autokernel_hf.search import Diagnose, Judging, Limits, Search
+from autokernel_hf.search import Diagnose, Judging, Limits, Search, Stop
 from autokernel_hf.shipping import finish, is_wrong, stage, verify_the_helpful, winner_of
 
 logger = logging.getLogger(__name__)
@@ -214,11 +216,11 @@ def optimize_targets(
     """Search the targets of a profile, `--top` of them, that with most to gain first.
 
     What there is to gain is counted anew after each: a target without a winner leaves its sites to the types that lie
-    within it, and its time to the others.
+    within it, and its time to the others. With a budget, targets are taken up again as long as it lasts.
     """
     settings = run.settings
     found: dict[str, TargetResult] = {}
-    winners: list[Winner] = []
+    winners: dict[str, Winner] = {}
     while True:
         # A target that is left to a coding agent keeps its place until the agent is done.
         settled = {name: r.status in ("won", "skipped") for name, r in found.items()}
@@ -226,13 +228,96 @@ def optimize_targets(
             profile, top=settings.top - len(found), backend=settings.backend, settled=settled
         )
         if not targets:
-            return [*passed_over, *found.values()], winners
+            break
         result, winner = optimize_target(
             run, profile, targets[0], progress, resumed=resumed, limits=limits_for(run, targets)
         )
         found[result.name] = result
         if winner is not None:
-            winners.append(winner)
+            winners[result.name] = winner
+    if settings.budget_s is not None and settings.proposer != "external":
+        _go_on(run, profile, progress, found, winners)
+    return [*passed_over, *found.values()], list(winners.values())
+
+
+LEAST_LEFT = 0.03
+"""A part of the budget below it is not worth another start of the judge."""
+
+
+def _go_on(
+    run: Run,
+    profile: Profile,
+    progress: Progress,
+    found: dict[str, TargetResult],
+    winners: dict[str, Winner],
+) -> None:
+    """Spend what is left of the budget: take up targets whose search was only stuck, with twice the patience.
+
+    Those first that promise most. A target whose sites a winner holds meanwhile is left alone.
+    """
+    budget_s = run.settings.budget_s
+    assert budget_s is not None
+    lost: set[str] = set()  # could not be searched any more
+    while budget_s - spent_s(run) > LEAST_LEFT * budget_s:
+        waiting = [(target, *_promise(run, target)) for target in _stuck(run, profile, found)]
+        waiting = [each for each in waiting if each[1] > 0 and each[0].name not in lost]
+        if not waiting:
+            return
+        # A round after the other: one that has been taken up less often comes first.
+        least = min(rounds for _, _, rounds in waiting)
+        due = sorted((each for each in waiting if each[2] == least), key=lambda each: -each[1])
+        target, promise, rounds = due[0]
+        part = promise / math.fsum(p for _, p, _ in due)
+        own = math.fsum(e.seconds for e in run.experiments(target.name)) / len(
+            devices_of(run.settings, target)
+        )
+        limits = limits_of(run.settings)
+        limits = replace(
+            limits,
+            max_seconds=own + (budget_s - spent_s(run)) * part,
+            max_reverts=limits.max_reverts * 2**rounds,
+        )
+        result, winner = optimize_target(run, profile, target, progress, limits=limits, again=True)
+        if _promise(run, target)[1] == rounds:  # it failed before its end: what was known of it stands
+            lost.add(target.name)
+            continue
+        found[result.name] = result
+        winners.pop(result.name, None)
+        if winner is not None:
+            winners[result.name] = winner
+
+
+def _stuck(run: Run, profile: Profile, found: dict[str, TargetResult]) -> list[Target]:
+    """The targets that ended for want of patience or of their part of the time, and whose sites nobody else holds."""
+    stuck = []
+    for name in found:
+        done = run.result(name)
+        if done is None or done.stopped not in ("plateau", "time"):
+            continue
+        others = {n: r.status == "won" for n, r in found.items() if n != name}
+        targets, _ = extract(profile, top=len(profile.sites), backend=run.settings.backend, settled=others)
+        stuck += [t for t in targets if t.name == name]
+    return stuck
+
+
+def _promise(run: Run, target: Target) -> tuple[float, int]:
+    """What may still be gained at a target, as a part of the pass, and how often it was concluded so far.
+
+    That is the time of its best so far above the floor; less where even the best is slower than the model's own code,
+    since it has that to make up first.
+    """
+    concluded = [e for e in run.events() if isinstance(e, Finished) and e.result.name == target.name]
+    best = max((s for s in scores_of(run.experiments(target.name)).values() if s is not None), default=0.0)
+    floor = target.share - (1 - 1 / target.attainable_speedup)
+    left = target.share / max(best, 1.0) - max(floor, 0.0)
+    return max(left, 0.0) * min(best, 1.0) ** 2, len(concluded)
+
+
+def spent_s(run: Run) -> float:
+    """How much of its time a run has used, in seconds: experiments, and the confirmation of what won."""
+    lanes = max(1, len(run.settings.devices))
+    concluded = math.fsum(e.seconds for e in run.events() if isinstance(e, Finished))
+    return math.fsum(e.seconds for e in run.experiments()) / lanes + concluded
 
 
 def limits_for(run: Run, waiting: Sequence[Target]) -> Limits:
@@ -245,10 +330,10 @@ def limits_for(run: Run, waiting: Sequence[Target]) -> Limits:
         return limits
     names = {t.name for t in waiting}
     lanes = len(devices_of(run.settings, waiting[0]))
-    spent = math.fsum(e.seconds for e in run.experiments() if e.target not in names) / lanes
+    own = math.fsum(e.seconds for e in run.experiments() if e.target in names) / lanes
     gains = [1 - 1 / t.attainable_speedup for t in waiting]
     part = gains[0] / math.fsum(gains) if math.fsum(gains) > 0 else 1 / len(gains)
-    return replace(limits, max_seconds=max(0.0, run.settings.budget_s - spent) * part)
+    return replace(limits, max_seconds=max(0.0, run.settings.budget_s - (spent_s(run) - own)) * part)
 
 
 def optimize_target(
@@ -259,8 +344,9 @@ def optimize_target(
     *,
     resumed: bool = False,
     limits: Limits | None = None,
+    again: bool = False,
 ) -> tuple[TargetResult, Winner | None]:
-    """Search one target; a finished one is read from the ledger instead.
+    """Search one target; a finished one is read from the ledger instead, but where it is to be searched again.
 
     A target that is left to a coding agent is concluded when the run is resumed and the agent has tried something, and
     again when it has tried more since.
@@ -268,9 +354,14 @@ def optimize_target(
     settings = run.settings
     tried = run.experiments(target.name)
     done = run.result(target.name)
-    if done is not None and (settings.proposer != "external" or len(tried) <= done.result.experiments):
+    if (
+        not again
+        and done is not None
+        and (settings.proposer != "external" or len(tried) <= done.result.experiments)
+    ):
         return done.result, winner_of(run, target)
-    progress.stage(f"Optimizing {target.name} ({100 * target.share:.1f} % of the pass)")
+    once_more = "Going on with" if again else "Optimizing"
+    progress.stage(f"{once_more} {target.name} ({100 * target.share:.1f} % of the pass)")
     candidates = starters(target, profile.device.kind, settings.backend)
     run.add_target(target, candidates)
     proposer = proposer_for(run)
@@ -280,7 +371,7 @@ def optimize_target(
             if proposer is None:
                 search.try_starters()
                 if resumed and any(e.tag != "starter" for e in tried):
-                    return search.conclude("the coding agent's experiments are done")
+                    return search.conclude(Stop("agent", "the coding agent's experiments are done"))
                 return TargetResult(
                     name=target.name,
                     kernel_type=target.kernel_type,
@@ -317,11 +408,12 @@ def searching(
             (device, sessions.enter_context(_judge_on(device, target)))
             for device in devices_of(run.settings, target)
         ]
-        ahead = None
+        ahead, depth = None, 1
         if target.device.startswith("cuda") and any(c.backend == "cuda" for c in candidates):
             from autokernel_hf.ahead import Ahead
 
             ahead = sessions.enter_context(Ahead(target.device))
+            depth = ahead.processes
         yield Search(
             target,
             candidates,
@@ -329,6 +421,7 @@ def searching(
             judge=judges[0][1],
             more=judges[1:],
             ahead=ahead,
+            depth=depth,
             decide=_decide,
             diagnose=_diagnoser(run),
             limits=limits_of(run.settings),
@@ -374,7 +467,7 @@ def context_of(run: Run, target: Target) -> Context:
 def limits_of(settings: RunSettings) -> Limits:
     budget = settings.budget_s / max(1, settings.top) if settings.budget_s is not None else None
     return Limits(
-        max_experiments=settings.max_experiments, max_seconds=budget, speedup=settings.target_speedup
+        max_experiments=settings.experiments_a_target, max_seconds=budget, speedup=settings.target_speedup
     )
 
 

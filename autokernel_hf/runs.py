@@ -51,7 +51,9 @@ class RunSettings(Record):
     price_in: float | None = None  # US dollars per million prompt tokens
     price_out: float | None = None  # the same of completion tokens
     top: int = 3
-    max_experiments: int = 20
+    max_experiments: int | None = (
+        None  # a target; None: DEFAULT_EXPERIMENTS, or what the time of a budget allows
+    )
     budget_s: float | None = None
     target_speedup: float | None = None  # against the model's own code; a target that has it is done
     name: str | None = None
@@ -59,7 +61,17 @@ class RunSettings(Record):
     devices: tuple[int, ...] = ()
     created: str = ""
 
+    @property
+    def experiments_a_target(self) -> int:
+        """The most experiments that a target may have."""
+        if self.max_experiments is not None:
+            return self.max_experiments
+        by_time = self.budget_s is not None and self.proposer != "external"
+        return NO_LIMIT if by_time else DEFAULT_EXPERIMENTS
 
+
+DEFAULT_EXPERIMENTS = 20
+NO_LIMIT = 1_000_000
 _LAST_GIT_S = 2.0
 """How long a git may take that outlives the process that started it: it still holds the folder's lock."""
 _PART = re.compile(r"\..+\.(?:tsv|json|md|cpp|cu|py)\.\w{8}")

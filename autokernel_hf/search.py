@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autokernel_hf import tunables
@@ -23,7 +23,7 @@ from autokernel_hf.agent import Context, NothingLeft, Proposer
 from autokernel_hf.archive import beam, cell_of, elites
 from autokernel_hf.errors import DeviceError, JudgeError
 from autokernel_hf.figures import gain_over, scores_of, weighted
-from autokernel_hf.ledger import Finished, Round
+from autokernel_hf.ledger import Finished, Round, StopKind
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Backend,
@@ -57,7 +57,7 @@ class Judging(Protocol):
 
 
 Decide = Callable[[Evaluation], tuple[Decision, str]]
-Ahead = Callable[[Candidate], None]
+Ahead = Callable[[Candidate], bool]
 Diagnose = Callable[[Target, Evaluation], tuple[tuple[str, ...], str]]
 """(target, the incumbent's evaluation) -> (kinds of tunables to try first, what bounds it in words)."""
 
@@ -79,6 +79,14 @@ class Limits:
     max_reverts: int = 12
     pct_peak: float = 95.0
     speedup: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a search ends: the rule, and in words."""
+
+    kind: StopKind
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +114,15 @@ class Search:
         progress: Progress,
         more: Sequence[tuple[str, Judging]] = (),
         ahead: Ahead | None = None,
+        depth: int = 1,
     ) -> None:
         """
         Args:
             judge: The session that judges; None for a search that is only read.
             more: Sessions on further devices, with their names.
-            ahead: Begins to compile a candidate, and returns at once. With it the next proposal is asked for, and told
-                to it, while the present one is judged; None where compiling would disturb the timing.
+            ahead: Begins to compile a candidate, and returns at once, whether it does. With it the next proposals are
+                asked for, and told to it, while the present one is judged; None where compiling would disturb the timing.
+            depth: How many it compiles side by side.
         """
         self.target = target
         self.starters = tuple(starters)
@@ -120,6 +130,7 @@ class Search:
         self._judge = judge
         self._more = tuple(more)
         self._ahead = ahead
+        self._depth = depth
         self._base = ""
         self._next_up: list[_NextUp] = []  # proposed, being compiled, not begun
         self.decide = decide
@@ -129,7 +140,7 @@ class Search:
         self._turn = threading.Condition()  # guards what follows, and the proposer
         self._flying: dict[int, Proposal] = {}  # by number: begun, and not entered yet
         self._sources: dict[int, Candidate] = {}
-        self._end: str | None = None  # why no further experiment begins
+        self._end: Stop | None = None  # why no further experiment begins
         self._fault: BaseException | None = None  # what ends all lanes
 
     @property
@@ -206,6 +217,14 @@ class Search:
             self._sources[attempt.experiment] = self.run.source(attempt)
         return self._sources[attempt.experiment]
 
+    def _expected(self, attempts: Sequence[Experiment]) -> int:
+        """How many experiments this target is likely to have in the end, by its number or by its time."""
+        if self.limits.max_seconds is None or not attempts:
+            return self.limits.max_experiments
+        mean_s = math.fsum(e.seconds for e in attempts) / len(attempts) / (1 + len(self._more))
+        by_time = math.ceil(self.limits.max_seconds / max(mean_s, 1e-3))
+        return min(self.limits.max_experiments, max(by_time, len(attempts)))
+
     def scores(self) -> dict[int, float | None]:
         """Time of the model's own code over each attempt's, by experiment number."""
         return scores_of(self.attempts())
@@ -239,9 +258,9 @@ class Search:
             pending=(*self._flying.values(), *(waiting.proposal for waiting in self._next_up)),
             beam=beam(found),
             cells={number: cell_of(candidate) for number, candidate in right.items()},
+            others=found,
             remaining=max(
-                0,
-                self.limits.max_experiments - len(attempts) - len(self._flying) - len(self._next_up),
+                0, self._expected(attempts) - len(attempts) - len(self._flying) - len(self._next_up)
             ),
             seed=seed,
         )
@@ -262,7 +281,7 @@ class Search:
         else:
             self._lanes(proposer, seed, started)
         assert self._end is not None
-        return self.conclude(self._with_note(self._end))
+        return self.conclude(replace(self._end, reason=self._with_note(self._end.reason)))
 
     def _lanes(self, proposer: Proposer, seed: int, started: float) -> None:
         """One thread a device, until none has anything left to do."""
@@ -337,7 +356,8 @@ class Search:
                         self._turn.wait()
                         continue
                     if found is None:
-                        self._end = nothing
+                        assert nothing is not None
+                        self._end = Stop("exhausted", nothing)
                         break
                 candidate, proposal = found
                 number, begun = self._begin(candidate, proposal)
@@ -358,17 +378,23 @@ class Search:
         return None
 
     def _look_ahead(self, proposer: Proposer, seed: int) -> None:
-        """Have the next proposals compiled, one a device, before the present ones have their verdicts."""
+        """Have the next proposals compiled before the present ones have their verdicts.
+
+        One a device, or as many as are compiled side by side: where a compiler takes longer than the judge, the judge
+        would wait. What is chosen so early is chosen with fewer verdicts, so nothing is queued that need not be compiled.
+        """
         if self._ahead is None or self._starter_left() is not None:
             return
         left = self.limits.max_experiments - len(self.attempts()) - len(self._flying) - len(self._next_up)
-        while left > 0 and len(self._next_up) <= len(self._more):
+        most = max(self._depth, 1 + len(self._more))
+        while left > 0 and len(self._next_up) < most:
             found, _ = self._proposed(proposer, seed)
             if found is None:
                 return
             self._next_up.append(_NextUp(*found, base=self._base))
-            self._ahead(found[0])
             left -= 1
+            if not self._ahead(found[0]) and len(self._next_up) > len(self._more):
+                return
 
     def _proposed(
         self, proposer: Proposer, seed: int
@@ -414,45 +440,52 @@ class Search:
             tunables=tunables.values_if_readable(starter.source),
         )
 
-    def stop_reason(self, elapsed_s: float) -> str | None:
+    def stop_reason(self, elapsed_s: float) -> Stop | None:
         """Why the search ends now; None to go on."""
         attempts = self.attempts()
         limits = self.limits
         if len(attempts) >= limits.max_experiments:
-            return f"{limits.max_experiments} experiments done"
+            return Stop("experiments", f"{limits.max_experiments} experiments done")
         if limits.max_seconds is not None and elapsed_s >= limits.max_seconds:
-            return f"{limits.max_seconds:.0f} s spent"
+            return Stop("time", f"{limits.max_seconds:.0f} s spent")
         reverts = 0
         for attempt in reversed(attempts):
             if attempt.decision == "keep" or attempt.tag == "starter":
                 break
             reverts += 1
         if reverts >= limits.max_reverts:
-            return f"{reverts} experiments in a row were not kept"
+            return Stop("plateau", f"{reverts} experiments in a row were not kept")
         kept = [e for e in attempts if e.decision == "keep"]
         if kept:
             peak = weighted(kept[-1].evaluation, "pct_peak")
             if peak is not None and peak >= limits.pct_peak:
-                return f"at {peak:.0f} % of the roofline"
+                return Stop("roofline", f"at {peak:.0f} % of the roofline")
             score = self.scores()[kept[-1].experiment]
             if limits.speedup is not None and score is not None and score >= limits.speedup:
-                return f"the goal of {limits.speedup:.2f}x against torch is reached"
+                return Stop("goal", f"the goal of {limits.speedup:.2f}x against torch is reached")
         return None
 
-    def conclude(self, reason: str) -> tuple[TargetResult, Winner | None]:
+    def conclude(self, stop: Stop) -> tuple[TargetResult, Winner | None]:
         """Confirm the incumbent against the model's own code, and enter the target's outcome.
 
         Where the confirmation run does not bear an incumbent out, it is demoted and the one before it takes its place.
+        One that was confirmed when the target was concluded before needs no second run.
         """
+        began = time.monotonic()
         fallen: list[str] = []
+        known = self.run.result(self.target.name)
         while (kept := self.run.kept(self.target.name)) is not None and len(fallen) < MAX_CONFIRMATIONS:
             candidate = self.run.source(kept)
-            confirmation = self.judge.confirm(candidate)
+            if known is not None and known.result.status == "won" and known.commit == kept.commit:
+                assert known.confirmation is not None
+                confirmation = known.confirmation
+            else:
+                confirmation = self.judge.confirm(candidate)
             gain = gain_over(confirmation, "eager")
             problem = _not_borne_out(confirmation)
             if not problem:
                 assert gain is not None
-                noted = f"{reason}; {'; '.join(fallen)}" if fallen else reason
+                noted = f"{stop.reason}; {'; '.join(fallen)}" if fallen else stop.reason
                 result = self._outcome(status="won", reason=noted, backend=kept.backend).model_copy(
                     update={
                         "baseline_us": weighted(confirmation, "eager_us"),
@@ -461,9 +494,7 @@ class Search:
                         "speedup_ci95": gain[1],
                     }
                 )
-                self.run.append(
-                    Finished(result=result, confirmation=confirmation, commit=kept.commit, at=time.time())
-                )
+                self._finish(stop, began, result, confirmation, kept.commit)
                 return result, Winner(target=self.target, candidate=candidate, evaluation=confirmation)
             fallen.append(f"#{kept.experiment} was kept and then taken back: {problem}")
             logger.warning("%s: %s", self.target.name, fallen[-1])
@@ -473,12 +504,31 @@ class Search:
         if fallen:
             why = "; ".join(fallen)
         elif right:
-            why = f"no candidate beat the model's own code ({reason})"
+            why = f"no candidate beat the model's own code ({stop.reason})"
         else:
             why = _first_failure(attempts)
         result = self._outcome(status="no_speedup" if right else "failed", reason=why)
-        self.run.append(Finished(result=result, at=time.time()))
+        self._finish(stop, began, result)
         return result, None
+
+    def _finish(
+        self,
+        stop: Stop,
+        began: float,
+        result: TargetResult,
+        confirmation: Evaluation | None = None,
+        commit: str | None = None,
+    ) -> None:
+        self.run.append(
+            Finished(
+                result=result,
+                confirmation=confirmation,
+                commit=commit,
+                stopped=stop.kind,
+                seconds=time.monotonic() - began,
+                at=time.time(),
+            )
+        )
 
     def _outcome(self, *, status: TargetStatus, reason: str, backend: Backend | None = None) -> TargetResult:
         attempts = self.attempts()
@@ -501,7 +551,7 @@ class Search:
         figure = f", {ratio:.3f}x {against}" if ratio is not None else ""
         self.progress.step(
             len(self.attempts()),
-            self.limits.max_experiments,
+            self._expected(self.attempts()),
             f"#{record.experiment} {record.decision} ({record.evaluation.status}{figure}; {record.seconds:.1f} s): "
             f"{record.description}",
         )

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autokernel_hf.errors import CandidateError
 from autokernel_hf.records import Scalar
@@ -42,6 +43,7 @@ class Tunable:
     line: int  # from 0
 
 
+@lru_cache(maxsize=4096)
 def parse(source: str) -> tuple[Tunable, ...]:
     """The tunables of a candidate, in the order of the file.
 

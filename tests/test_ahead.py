@@ -42,7 +42,9 @@ class Watching(KnownJudge):
         return super().evaluate(candidate, incumbent)
 
 
-def search_of(run: Run, judge: KnownJudge, told: list[str] | None, **limits: object) -> Search:
+def search_of(
+    run: Run, judge: KnownJudge, told: list[str] | None, *, depth: int = 1, **limits: object
+) -> Search:
     return Search(
         target(),
         [starter()],
@@ -52,7 +54,8 @@ def search_of(run: Run, judge: KnownJudge, told: list[str] | None, **limits: obj
         diagnose=diagnose,
         limits=Limits(**{"max_reverts": 99, **limits}),
         progress=Silent(),
-        ahead=None if told is None else lambda candidate: told.append(candidate.digest),
+        ahead=None if told is None else lambda candidate: told.append(candidate.digest) is None,
+        depth=depth,
     )
 
 

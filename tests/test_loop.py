@@ -38,7 +38,7 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import Run
-from autokernel_hf.search import Limits, Search
+from autokernel_hf.search import Limits, Search, Stop
 from tests.loop_helpers import (
     EAGER_US,
     KnownJudge,
@@ -221,7 +221,7 @@ def test_stop_rules(run: Run) -> None:
     result, _ = search.run_all(Playbook())
     assert result.experiments == 4, "the starter, then three that were not faster"
     assert "3 experiments in a row" in result.reason
-    assert search_of(run, KnownJudge(), max_seconds=0.0).stop_reason(0.1) == "0 s spent"
+    assert search_of(run, KnownJudge(), max_seconds=0.0).stop_reason(0.1) == Stop("time", "0 s spent")
     assert "2.00x against torch" in str(
         search_of(run, KnownJudge(), speedup=2.0, max_reverts=99).stop_reason(0.0)
     )
