@@ -144,6 +144,7 @@ class _Worker:
     def do_wake(self, request: dict[str, Any]) -> dict[str, Any]:
         """Start CUDA, before any candidate is here."""
         device = torch.device(request["device"])
+        torch.cuda.set_device(device)  # or a context, and half a gigabyte, would be taken of the first GPU, too
         self.stream = torch.cuda.Stream(device)
         self.flush = turn.flush_for(device)
         torch.cuda.synchronize()
