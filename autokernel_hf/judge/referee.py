@@ -160,6 +160,10 @@ class Referee:
         self.opening: tuple[Step, ...] = ()  # until the first evaluation has told of it
         self.kernel_type = find_type(settings.kernel_type)
         self.device = device_of(settings)
+        if self.device.type == "cuda":
+            # Events and streams are the current device's: on another one, peers would be timed by a clock that does not
+            # see them.
+            torch.cuda.set_device(self.device)
         self.interpret = settings.backend == "triton" and self.device.type == "cpu"
         kind = self.device.type
         workloads = settings.workloads or self.kernel_type.workloads[kind]
