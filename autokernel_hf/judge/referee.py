@@ -413,6 +413,7 @@ class Referee:
             timed = {w.args for w in self.scope.workloads}
             with sheet.phase("compile"):
                 needed = [c.workload for c in made if not c.refuse and c.workload.args not in timed]
+                needed += [call.alike for call in huge.calls_of(self.scope, domain)]
                 self._compile(child, needed, lambda: None)
         for stage in STAGES[1:]:
             self._stage(child, stage, domain, sheet)
@@ -425,27 +426,42 @@ class Referee:
         Raises:
             StageFailed: It is wrong there.
         """
-        call = huge.call_of(self.scope, domain)
-        if call is None or self.device.type != "cuda":
+        calls = huge.calls_of(self.scope, domain)
+        if self.device.type != "cuda":
             sheet.notes = indices.notes_on(candidate)
             return
+        left_out = []
         # One at a time on a device: what is free is free for one.
         with sheet.phase("huge"), gpu.device_lock(self.device):
-            if not huge.fits(call, self.kernel_type, self.device):
-                sheet.notes = indices.notes_on(candidate)
-                return
             sheet.stages["edges"] = "failed"
-            try:
-                huge.run(child, self.kernel_type, call, self.bench.seeds.next(), self.device)
-            except (StageFailed, torch.OutOfMemoryError) as failed:
-                if isinstance(failed, StageFailed) and failed.status != "out_of_memory":
-                    raise
-                # It has its memory for every other call; somebody else may have taken what was free for this one.
-                sheet.notes = (
-                    f"{call.workload.label} ({call.workload.dtype}) did not fit in memory when it was to be run.",
-                    *indices.notes_on(candidate),
-                )
+            for call in calls:
+                if not self._ran(child, call):
+                    left_out.append(f"{call.workload.label} ({call.workload.dtype})")
         sheet.stages["edges"] = "passed"
+        if left_out:
+            sheet.notes = (
+                f"More than 2^31 elements did not fit in the memory that was free: {', '.join(left_out)}.",
+                *indices.notes_on(candidate),
+            )
+        elif not calls:
+            sheet.notes = indices.notes_on(candidate)
+
+    def _ran(self, child: Child, call: huge.Huge) -> bool:
+        """Run a call of more than 2^31 elements; False where there was no memory for it.
+
+        Raises:
+            StageFailed: It is wrong.
+        """
+        if not huge.fits(call, self.kernel_type, self.device):
+            return False
+        try:
+            huge.run(child, self.kernel_type, call, self.bench.seeds.next(), self.device)
+        except (StageFailed, torch.OutOfMemoryError) as failed:
+            # It has its memory for every other call; somebody else may have taken what was free for this one.
+            if isinstance(failed, StageFailed) and failed.status != "out_of_memory":
+                raise
+            return False
+        return True
 
     def _compile(self, child: Child, workloads: Sequence[Workload], meanwhile: Callable[[], None]) -> None:
         """Have what these calls need compiled side by side: one after the other, the stages' take ten seconds.

@@ -248,7 +248,7 @@ KERNEL_TYPE = KernelType(
     layers=tuple(Layer(name=name, hook=name, find=_sites(name)) for name in _KINDS),
     impostors_exempt=_exempt,
     cut=lambda workload: ("x",) if len(workload.tensor("x").shape) > 1 else (),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     merges_rows=True,
     source="https://arxiv.org/abs/1606.08415",
 )

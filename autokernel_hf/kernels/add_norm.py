@@ -285,7 +285,7 @@ KERNEL_TYPE = KernelType(
     bytes_moved=_bytes_moved,
     impostors_exempt=_exempt,
     cut=lambda workload: ("x", "residual") if len(workload.tensor("x").shape) > 1 else (),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     merges_rows=True,
     source="https://arxiv.org/abs/1810.04805",
 )

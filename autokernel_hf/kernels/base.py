@@ -344,7 +344,8 @@ class KernelType:
         merges_rows: Whether the binding hands leading dimensions to C merged, as (M, N), wherever strides allow.
         cut: The tensor arguments that are cut along their first dimension where a call is taken in parts, whose outputs
             laid one after the other along theirs are the call's: rows. None of them: it is taken whole.
-        huge: A call with tensors of more than 2^31 elements, whose first axis is the rows (same form as `sweep`).
+        huge: Calls with tensors, or hidden values, of more than 2^31 elements (same form as `sweep`), whose first axis
+            is the one along which tensors are cut.
         source: Paper or specification of the op.
     """
 
@@ -373,7 +374,7 @@ class KernelType:
     layers: tuple[Layer, ...] = ()
     merges_rows: bool = False
     cut: Callable[[Workload], tuple[str, ...]] = field(default=lambda workload: ())
-    huge: tuple[Mapping[str, int], Mapping[str, Scalar]] | None = None
+    huge: tuple[tuple[Mapping[str, int], Mapping[str, Scalar]], ...] = ()
     source: str = ""
 
     @property

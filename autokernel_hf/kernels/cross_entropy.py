@@ -215,7 +215,7 @@ KERNEL_TYPE = KernelType(
         input_bytes(workload) + 4.0 * (_rows(workload) if workload.arg("reduction") == "none" else 1)
     ),
     cut=lambda workload: ("logits", "target") if workload.arg("reduction") == "none" else (),
-    huge=({"N": 65_539, "V": 32_768}, {"reduction": "none"}),
+    huge=(({"N": 65_539, "V": 32_768}, {"reduction": "none"}),),
     impostors_exempt=_impostors_exempt,
     layers=(Layer(name="CrossEntropyLoss", hook="CrossEntropyLoss", find=_sites),),
 )

@@ -301,6 +301,15 @@ def _out_elements(workload: Workload) -> int:
     return math.prod(workload.tensor("q").shape[:3]) * workload.tensor("v").shape[3]
 
 
+def _cut(workload: Workload) -> tuple[str, ...]:
+    """Each of a batch is a call of its own; packed sequences share their rows."""
+    if workload.arg("cu_seqlens_q") is not None:
+        return ()
+    mask = workload.arg("mask")
+    per_batch = isinstance(mask, TensorSpec) and mask.shape[0] == workload.tensor("q").shape[0]
+    return ("q", "k", "v", "mask") if per_batch else ("q", "k", "v")
+
+
 def _impostors_exempt(impostor: str, workload: Workload) -> bool:
     """No key: the answer is 0. One key: it is v itself, whatever q and k are."""
     Sk = workload.tensor("k").shape[2]
@@ -411,6 +420,8 @@ KERNEL_TYPE = KernelType(
         "picks among kernels of unlike error",
     ),
     flops=_flops,
+    cut=_cut,
+    huge=(({"B": 1027, "Hq": 16, "Sq": 1024, "D": 128}, {}),),
     bytes_moved=lambda workload: input_bytes(workload) + _out_elements(workload) * itemsize(workload.dtype),
     impostors_exempt=_impostors_exempt,
     layers=(Layer(name="SDPAttention", hook="SDPAttention", find=_sites),),

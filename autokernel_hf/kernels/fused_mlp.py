@@ -275,6 +275,8 @@ KERNEL_TYPE = KernelType(
     flops=_flops,
     bytes_moved=_bytes_moved,
     cut=lambda workload: ("x",),
+    # Input and output, then the hidden values, of more than 2^31 elements.
+    huge=(({"M": 131_075, "D": 16_384, "H": 64}, {}), ({"M": 65_539, "D": 64, "H": 32_768}, {})),
     impostors_exempt=_impostors_exempt,
     layers=LAYERS,
     source="https://arxiv.org/abs/2002.05202",

@@ -214,7 +214,7 @@ KERNEL_TYPE = KernelType(
     ),
     impostors_exempt=_exempt,
     cut=lambda workload: ("gate", "up") if len(workload.tensor("gate").shape) > 1 else (),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     merges_rows=True,
     source="https://arxiv.org/abs/2002.05202",
 )

@@ -212,7 +212,7 @@ KERNEL_TYPE = KernelType(
     layers=(Layer(name="LayerNorm", hook="LayerNorm", find=_find),),
     impostors_exempt=_exempt,
     cut=lambda workload: ("x",) if len(workload.tensor("x").shape) > 1 else (),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     merges_rows=True,
     source="https://arxiv.org/abs/1607.06450",
 )

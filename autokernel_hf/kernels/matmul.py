@@ -313,6 +313,8 @@ KERNEL_TYPE = KernelType(
     cut=lambda workload: (
         ("a", "residual") if len(workload.tensor("a").shape) == 2 else ("a", "b", "residual")
     ),
+    # An output, then a factor, of more than 2^31 elements.
+    huge=(({"M": 65_539, "N": 32_768, "K": 64}, {}), ({"M": 131_075, "N": 64, "K": 16_384}, {})),
     impostors_exempt=_impostors_exempt,
     layers=(
         Layer(name="Linear", hook="Linear", find=_sites("Linear", _is_linear)),

@@ -220,6 +220,6 @@ KERNEL_TYPE = KernelType(
     flops=lambda workload: float(math.prod(workload.tensor("x").shape)),
     bytes_moved=lambda workload: input_bytes(workload) + _out_elements(workload) * itemsize(workload.dtype),
     cut=lambda workload: ("x",) if _dim(workload) % max(len(workload.tensor("x").shape), 1) else (),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     impostors_exempt=_impostors_exempt,
 )

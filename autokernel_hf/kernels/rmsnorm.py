@@ -220,7 +220,7 @@ KERNEL_TYPE = KernelType(
         ),
     ),
     cut=lambda workload: ("x",) if len(workload.tensor("x").shape) > 1 else (),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     merges_rows=True,
     source="https://arxiv.org/abs/1910.07467",
 )

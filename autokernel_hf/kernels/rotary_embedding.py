@@ -127,6 +127,12 @@ def _fill_table(name: str, spec: TensorSpec, workload: Workload, generator: torc
     return table.repeat_interleave(2, -1) if workload.arg("interleaved") else torch.cat((table, table), -1)
 
 
+def _cut(workload: Workload) -> tuple[str, ...]:
+    """Each of a batch is a call of its own; tables that all share are whole in each."""
+    shared = workload.tensor("cos").shape[0] != workload.tensor("q").shape[0]
+    return ("q", "k") if shared else ("q", "k", "cos", "sin")
+
+
 def _elements(workload: Workload) -> int:
     return sum(math.prod(workload.tensor(name).shape) for name in ("q", "k"))
 
@@ -293,6 +299,8 @@ KERNEL_TYPE = KernelType(
         why="two products and one sum, in fp32 or in the dtype as the model does it, and one rounding to the dtype; "
         "where the two products cancel, the roundings are those of the products, which have the size of the whole",
     ),
+    cut=_cut,
+    huge=(({"B": 1027, "Hq": 16, "Hk": 16, "S": 1024, "D": 128}, {}),),
     flops=lambda workload: 3.0 * _rotated(workload),
     bytes_moved=lambda workload: input_bytes(workload) + _elements(workload) * itemsize(workload.dtype),
     # Nothing is rotated: the right answer is the input.

@@ -189,7 +189,7 @@ KERNEL_TYPE = KernelType(
     cut=lambda workload: (
         ("x",) if int(str(workload.arg("dim"))) % max(len(workload.tensor("x").shape), 1) else ()
     ),
-    huge=({"M": 131_075, "N": 16_384}, {}),
+    huge=(({"M": 131_075, "N": 16_384}, {}),),
     impostors_exempt=_exempt,
     source="https://arxiv.org/abs/1805.02867",
 )
