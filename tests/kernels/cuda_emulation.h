@@ -4,7 +4,8 @@
 // barrier shows as a result that depends on the order (forward, backward or shuffled) in which they run. Shared memory
 // is poisoned with NaN before every block and ends at an unreadable page; a bad access, a misaligned one, a barrier
 // that not all threads reach and a launch beyond a device's limits end the launch with an error instead of a result.
-// Asynchronous copies to shared memory happen as late as they may. Of PTX it knows mma.m16n8k16, ldmatrix, cp.async and ex2.
+// Asynchronous copies to shared memory happen as late as they may. Of PTX it knows mma.m16n8k16, ldmatrix, cp.async and ex2,
+// and clusters of blocks where it plays a device of compute capability 9.0: their blocks run side by side.
 //
 // cuda_emulation.py rewrites what a C++ compiler cannot read: <<<>>>, __shared__ and asm.
 #pragma once
@@ -125,11 +126,19 @@ enum cudaFuncAttribute {
 namespace emu {
 
 constexpr size_t kStaticShared = 48 * 1024;   // what a kernel may declare, and take dynamically without asking
+#ifdef EMU_CLUSTERS
+constexpr int kCapability = 9;
+constexpr size_t kMostShared = 227 * 1024;    // of a block
+#else
+constexpr int kCapability = 8;
 constexpr size_t kMostShared = 99 * 1024;     // of a block, on the smallest devices from sm_80 on
+#endif
+constexpr int kLargestCluster = 8;
 constexpr size_t kArena = 256 * 1024;
+constexpr size_t kArenas = kArena + 4096;     // from one block's shared memory to the next one's in a cluster
 constexpr size_t kStack = 256 * 1024;
 
-enum class Op { none, block_barrier, block_vote, warp_barrier, shuffle, mma, ldmatrix };
+enum class Op { none, block_barrier, block_vote, warp_barrier, shuffle, mma, ldmatrix, cluster_barrier };
 
 struct Copy { void *to; const void *from; size_t bytes; };
 
@@ -137,7 +146,9 @@ struct Fiber {
   jmp_buf context;
   char *stack = nullptr;
   dim3 tid;
-  int index = 0;
+  int index = 0;                           // in the cluster
+  int rank = 0;                            // of its block
+  int phase = 0;                           // of the cluster's barrier, that it waits for
   bool done = true;
   Op waits = Op::none;
   int parity = 0;
@@ -154,8 +165,9 @@ struct Config {
   dim3 grid, block;
   size_t shared;
   void *stream;
-  Config(dim3 grid, dim3 block, size_t shared = 0, void *stream = nullptr)
-      : grid(grid), block(block), shared(shared), stream(stream) {}
+  int cluster;
+  Config(dim3 grid, dim3 block, size_t shared = 0, void *stream = nullptr, int cluster = 1)
+      : grid(grid), block(block), shared(shared), stream(stream), cluster(cluster) {}
 };
 
 inline std::vector<Fiber> fibers;
@@ -166,7 +178,10 @@ inline sigjmp_buf crash;
 inline bool running = false;
 inline const std::function<void()> *body = nullptr;
 inline dim3 grid_dim, block_dim, block_idx;
-inline int live = 0, at_block_barrier = 0, vote = 0, vote_result = 0;
+inline int live = 0, in_block = 0;             // threads of a cluster, and of a block
+inline int cluster = 1, at_cluster_barrier = 0, cluster_phase = 0;
+struct Barrier { int arrived, vote, result; };
+inline Barrier barriers[kLargestCluster];
 inline int schedule = 0;                      // 0 forward, 1 backward, 2 shuffled
 inline void *expected_stream = nullptr;
 inline int last_error = 0;
@@ -203,8 +218,9 @@ inline void on_signal(int signal, siginfo_t *info, void *) {
 
 inline void install() {
   if (arena) return;
-  arena = (unsigned char *)mmap(nullptr, kArena + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  mprotect(arena + kArena, 4096, PROT_NONE);
+  arena = (unsigned char *)mmap(nullptr, kLargestCluster * kArenas, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                                -1, 0);
+  for (int rank = 0; rank < kLargestCluster; rank++) mprotect(arena + rank * kArenas + kArena, 4096, PROT_NONE);
 }
 
 // Handlers are ours only while a launch runs: the process belongs to Python.
@@ -275,22 +291,47 @@ inline void wait(Op op) {
   to_scheduler();
 }
 
-inline void release_block() {
-  for (int i = 0; i < live; i++)
-    if (fibers[i].waits == Op::block_barrier || fibers[i].waits == Op::block_vote) fibers[i].waits = Op::none;
-  at_block_barrier = 0;
-}
-
 inline void block_barrier(Op op = Op::block_barrier) {
-  for (int i = 0; i < live; i++)
+  Barrier &barrier = barriers[current->rank];
+  const int first = current->rank * in_block;
+  for (int i = first; i < first + in_block; i++)
     if (fibers[i].done) fail(cudaErrorIllegalAddress, "__syncthreads after a thread of the block has returned");
-  if (++at_block_barrier == live) {
-    vote_result = vote;
-    vote = 0;
-    release_block();
+  if (++barrier.arrived == in_block) {
+    barrier = {0, 0, barrier.vote};
+    for (int i = first; i < first + in_block; i++)
+      if (fibers[i].waits == Op::block_barrier || fibers[i].waits == Op::block_vote) fibers[i].waits = Op::none;
     return;
   }
   wait(op);
+}
+
+// barrier.cluster.arrive and .wait, of all threads of a cluster.
+inline void cluster_arrive() {
+  if (current->phase > cluster_phase) fail(cudaErrorIllegalAddress, "a thread arrives twice at the cluster's barrier");
+  current->phase = cluster_phase + 1;
+  if (++at_cluster_barrier < live) return;
+  at_cluster_barrier = 0;
+  cluster_phase++;
+  for (int i = 0; i < live; i++)
+    if (fibers[i].waits == Op::cluster_barrier) fibers[i].waits = Op::none;
+}
+inline void cluster_wait() {
+  if (cluster_phase < current->phase) wait(Op::cluster_barrier);
+}
+
+// A value of another block of the cluster, at an address as mapa gives it.
+template <typename T>
+T of_cluster(uint32_t address) {
+  const int rank = (int)(address / kArenas);
+  for (int i = rank * in_block; i < (rank + 1) * in_block; i++)
+    if (fibers[i].done) fail(cudaErrorIllegalAddress, "shared memory of a block of which a thread has returned");
+  T value;
+  memcpy(&value, arena + address, sizeof value);
+  return value;
+}
+inline uint32_t in_cluster(uint32_t address, int rank) {
+  if (rank < 0 || rank >= cluster) fail(cudaErrorIllegalAddress, "block %d of a cluster of %d", rank, cluster);
+  return (uint32_t)(address % kArenas + rank * kArenas);
 }
 
 inline void warp_barrier(Op op) {
@@ -308,15 +349,17 @@ inline void warp_barrier(Op op) {
   wait(op);
 }
 
-inline void run_block() {
-  memset(arena, 0xff, kArena);
+// Runs the blocks of a cluster, of which the first is `block`.
+inline void run_blocks(dim3 block) {
+  for (int rank = 0; rank < cluster; rank++) memset(arena + rank * kArenas, 0xff, kArena);
   for (auto &w : warps) w.arrived = 0;
-  at_block_barrier = vote = 0;
+  for (auto &barrier : barriers) barrier = {};
+  at_cluster_barrier = cluster_phase = 0;
   for (int i = 0; i < live; i++) {
     Fiber &fiber = fibers[i];
     fiber.done = false;
     fiber.waits = Op::none;
-    fiber.parity = 0;
+    fiber.parity = fiber.phase = 0;
     fiber.copies.assign(1, {});
   }
   std::vector<int> order(live);
@@ -339,6 +382,7 @@ inline void run_block() {
       if (fiber.waits != Op::none) continue;
       progress = true;
       current = &fiber;
+      block_idx = dim3(block.x + fiber.rank, block.y, block.z);
       if (!_setjmp(scheduler)) _longjmp(fiber.context, 1);
     }
     if (all_done) return;
@@ -352,7 +396,7 @@ inline bool valid(const Config &c, const void *kernel) {
                     c.grid.z <= 65535;
   const auto grant = granted.find(kernel);
   const size_t allowed = grant == granted.end() ? kStaticShared : grant->second;
-  if (!grid || threads == 0 || threads > 1024 || c.block.z > 64 || c.shared > allowed) {
+  if (!grid || c.cluster < 1 || c.cluster > kLargestCluster || c.grid.x % c.cluster || threads == 0 || threads > 1024 || c.block.z > 64 || c.shared > allowed) {
     snprintf(message, sizeof emu_message, "launch refused: grid (%u, %u, %u), block (%u, %u, %u), %zu bytes of shared memory",
              c.grid.x, c.grid.y, c.grid.z, c.block.x, c.block.y, c.block.z, c.shared);
     last_error = cudaErrorInvalidConfiguration;
@@ -373,7 +417,9 @@ void launch(const Config &config, void (*kernel)(P...), A... args) {
   install();
   grid_dim = config.grid;
   block_dim = config.block;
-  live = (int)(config.block.x * config.block.y * config.block.z);
+  cluster = config.cluster;
+  in_block = (int)(config.block.x * config.block.y * config.block.z);
+  live = in_block * cluster;
   static_used = 0;
   statics.clear();
   dynamic_size = (config.shared + 15) / 16 * 16;
@@ -383,18 +429,19 @@ void launch(const Config &config, void (*kernel)(P...), A... args) {
   warps.assign((live + 31) / 32, {});
   make_fibers(live);
   for (int i = 0; i < live; i++) {
+    const int at = i % in_block;
     fibers[i].index = i;
-    fibers[i].tid = dim3(i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y));
+    fibers[i].rank = i / in_block;
+    fibers[i].tid = dim3(at % block_dim.x, at / block_dim.x % block_dim.y, at / (block_dim.x * block_dim.y));
   }
   const Handlers handlers;
   if (sigsetjmp(crash, 1) == 0) {
     running = true;
     for (unsigned z = 0; z < grid_dim.z; z++)
       for (unsigned y = 0; y < grid_dim.y; y++)
-        for (unsigned x = 0; x < grid_dim.x; x++) {
-          block_idx = dim3(x, y, z);
-          blocks++;
-          run_block();
+        for (unsigned x = 0; x < grid_dim.x; x += cluster) {
+          blocks += cluster;
+          run_blocks(dim3(x, y, z));
         }
   } else {
     entered = 0;
@@ -417,10 +464,10 @@ T &shared(int id, size_t alignment = 1) {
            dynamic_size);
     found = statics.emplace(id, at).first;
   }
-  return *reinterpret_cast<T *>(arena + found->second);
+  return *reinterpret_cast<T *>(arena + current->rank * kArenas + found->second);
 }
 
-inline void *dynamic_shared() { return arena + kArena - dynamic_size; }
+inline void *dynamic_shared() { return arena + current->rank * kArenas + kArena - dynamic_size; }
 
 template <typename T>
 T exchange(T value, int source, Op op = Op::shuffle) {
@@ -509,11 +556,16 @@ inline float exp2_flushed(float x) {
   const float y = exp2f(x);
   return fabsf(y) < 0x1p-126f ? 0.0f : y;
 }
+inline float reciprocal_flushed(float x) {
+  const float y = 1.0f / x;
+  return fabsf(y) < 0x1p-126f ? 0.0f : y;
+}
 
 // cp.async of 16 bytes. It happens at the latest moment that the model allows: whoever reads without waiting reads what
 // was there before.
 inline void copy_async(uint32_t to, const void *from, int bytes) {
-  if (bytes < 0 || bytes > 16 || to % 16 != 0 || to + 16 > kArena || (uintptr_t)from % 16 != 0)
+  if (bytes < 0 || bytes > 16 || to % 16 != 0 || to < current->rank * kArenas || to + 16 > current->rank * kArenas + kArena ||
+      (uintptr_t)from % 16 != 0)
     fail(cudaErrorIllegalAddress, "asynchronous copy of %d bytes from %p to shared address %u", bytes, from, to);
   current->copies.back().push_back({arena + to, from, (size_t)bytes});
 }
@@ -539,9 +591,9 @@ inline dim3 &blockDim = emu::block_dim, &gridDim = emu::grid_dim;
 
 inline void __syncthreads() { emu::block_barrier(); }
 inline int __syncthreads_or(int predicate) {
-  emu::vote |= predicate != 0;
+  emu::barriers[emu::current->rank].vote |= predicate != 0;
   emu::block_barrier(emu::Op::block_vote);
-  return emu::vote_result;
+  return emu::barriers[emu::current->rank].result;
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
   emu::full(mask);

@@ -199,13 +199,17 @@ def merged(sizes: list[int], strides: list[int]) -> tuple[list[int], list[int]] 
     return [rows, columns], [stride, step]
 
 
-def as_cpp(source: str) -> str:
-    """A candidate in the words of a C++ compiler: launches, shared memory and PTX go to the emulation."""
+def as_cpp(source: str, clusters: bool = False) -> str:
+    """A candidate in the words of a C++ compiler: launches, shared memory and PTX go to the emulation.
+
+    Args:
+        clusters: The emulated device is one of compute capability 9.0, of which the emulation knows clusters alone;
+            else one of 8.0.
+    """
     source = re.sub(r"#include\s*<(cuda|mma)[^>]*>", "", source)
-    # The emulated device is one of compute capability 8.0.
     source = re.sub(
-        r"#if defined\(__CUDA_ARCH__\) && __CUDA_ARCH__ >= 900\b.*?\n(?:#else[^\n]*\n(.*?))?#endif",
-        lambda match: match[1] or "",
+        r"#if defined\(__CUDA_ARCH__\) && __CUDA_ARCH__ >= 900\b[^\n]*\n(.*?)(?:#else[^\n]*\n(.*?))?#endif",
+        lambda match: match[1] if clusters else match[2] or "",
         source,
         flags=re.DOTALL,
     )
@@ -226,11 +230,15 @@ def as_cpp(source: str) -> str:
         source,
     )
     source = re.sub(r"(\w+(?:<[^;<>]*>)?)\s*<<<([^;]*?)>>>\(", r"emu::launch(emu::Config(\2), \1, ", source)
-    source = re.sub(r"asm\s+volatile\s*\((.*?)\)\s*;", _ptx, source, flags=re.DOTALL)
-    return f'#include "{RUNTIME.name}"\n{source}'
+    source = re.sub(r"\basm\s*(?:volatile\s*)?\((.*?)\)\s*;", _ptx, source, flags=re.DOTALL)
+    return ("#define EMU_CLUSTERS\n" if clusters else "") + f'#include "{RUNTIME.name}"\n{source}'
 
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32")
+_CLUSTER_REGISTERS = {
+    "mov.u32 %0, %%cluster_ctarank;": "emu::current->rank",
+    "mov.u32 %0, %%cluster_nctarank;": "emu::cluster",
+}
 _LDMATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 
 
@@ -238,7 +246,7 @@ def _ptx(match: re.Match[str]) -> str:
     text = match[1]
     # Operands are behind a colon of its own.
     code = "".join(re.findall(r'"([^"]*)"', re.split(r"(?<!:):(?!:)", text)[0]))
-    operands = re.findall(r'"[+=]?[frln]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
+    operands = re.findall(r'"[+=]?[dfrln]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
     if mma := _MMA.match(code):
         order = re.findall(r"%(\d+)", code)
         assert len(operands) == 10 and order[:10] == [str(i) for i in range(10)], text
@@ -261,6 +269,18 @@ def _ptx(match: re.Match[str]) -> str:
         return f"emu::wait_for_copies({operands[0]});"
     if re.fullmatch(r"ex2\.approx\.ftz\.f32 %0, %1;", code.strip()):
         return f"{operands[0]} = emu::exp2_flushed({operands[1]});"
+    if code == "prefetch.global.L2 [%0];":
+        return "(void)0;"
+    if re.fullmatch(r"rcp\.approx\.ftz\.f32 %0, %1;", code.strip()):
+        return f"{operands[0]} = emu::reciprocal_flushed({operands[1]});"
+    if special := _CLUSTER_REGISTERS.get(code):
+        return f"{operands[0]} = {special};"
+    if barrier := re.match(r"barrier\.cluster\.(arrive|wait)\.", code):
+        return f"emu::cluster_{barrier[1]}();"
+    if code == "mapa.shared::cluster.u32 %0, %1, %2;":
+        return f"{operands[0]} = emu::in_cluster({operands[1]}, {operands[2]});"
+    if load := re.fullmatch(r"ld\.shared::cluster\.f(32|64) %0, \[%1\];", code):
+        return f"{operands[0]} = emu::of_cluster<{'float' if load[1] == '32' else 'double'}>({operands[1]});"
     raise ValueError(f"PTX that the emulation does not know: {code}")
 
 
@@ -269,11 +289,12 @@ class Emulated:
 
     Args:
         folder: Where the library is built, or found if built before.
+        clusters: See `as_cpp`.
     """
 
-    def __init__(self, kernel_type: KernelType, source: str, folder: Path) -> None:
+    def __init__(self, kernel_type: KernelType, source: str, folder: Path, *, clusters: bool = False) -> None:
         self.kernel_type = kernel_type
-        text = as_cpp(source)
+        text = as_cpp(source, clusters)
         digest = hashlib.sha256(
             "\0".join(
                 [text, *(path.read_text() for path in (HEADER, RUNTIME, TENSOR_MAPS, CONTRACT)), *FLAGS]

@@ -1,5 +1,5 @@
 // Of the CUDA runtime and its intrinsics, what the emulation (cuda_emulation.h) needs beside the machine itself: questions
-// to the device, which is one of compute capability 8.0, hints for caches, and copies by the pipeline's functions.
+// to the device, one of compute capability 8.0 or, with clusters, 9.0, hints for caches, and copies by the pipeline's functions.
 #pragma once
 
 #include "cuda_emulation.h"
@@ -30,18 +30,18 @@ enum cudaDeviceAttr {
 };
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount           ? 108
-           : attribute == cudaDevAttrComputeCapabilityMajor      ? 8
+           : attribute == cudaDevAttrComputeCapabilityMajor      ? emu::kCapability
                                                                  : (int)emu::kMostShared;
   return cudaSuccess;
 }
 struct cudaFuncAttributes { int ptxVersion; size_t sharedSizeBytes; };
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
-  attributes->ptxVersion = 80;
+  attributes->ptxVersion = emu::kCapability * 10;
   attributes->sharedSizeBytes = 0;
   return cudaSuccess;
 }
 
-// Launches with attributes (clusters, early starts) are for later devices than the emulated one.
+// Launches with attributes: of these, clusters only, and only on the device that has them.
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
 struct cudaLaunchAttributeValue {
   struct { unsigned x, y, z; } clusterDim;
@@ -56,11 +56,20 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 template <typename... P, typename... A>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *, void (*)(P...), A...) {
-  emu::fail(cudaErrorInvalidConfiguration, "a launch with attributes that a device of compute capability 8.0 lacks");
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), A... args) {
+  if (emu::kCapability < 9 || config->numAttrs != 1 || config->attrs->id != cudaLaunchAttributeClusterDimension) {
+    emu::fail(cudaErrorInvalidConfiguration, "a launch with attributes that the emulated device lacks");
+    return emu::last_error;
+  }
+  const auto size = config->attrs->val.clusterDim;
+  if (size.y != 1 || size.z != 1) {
+    emu::fail(cudaErrorInvalidConfiguration, "a cluster of (%u, %u, %u)", size.x, size.y, size.z);
+    return emu::last_error;
+  }
+  emu::launch(emu::Config(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, (int)size.x), kernel,
+              args...);
   return emu::last_error;
 }
-
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int threads, size_t shared) {
   const size_t by_shared = shared == 0 ? 32 : emu::kMostShared / shared;
@@ -69,7 +78,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, i
 }
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, Kernel, const cudaLaunchConfig_t *) {
-  *clusters = 0;
+  *clusters = emu::kCapability < 9 ? 0 : 2;
   return cudaSuccess;
 }
 
