@@ -206,11 +206,68 @@ def memory_bound(name: str, peers_name: str) -> str:
     )
 
 
+def night(name: str) -> str:
+    """A run of the playbook: what it did with its time, and one row a target."""
+    document = read(name)
+    if document is None:
+        return ""
+    model, gpu = document["model"], document["gpu"] or {}
+    shape = "x".join(map(str, model["input_shape"]))
+
+    def counted(counts: dict[str, int]) -> str:
+        return ", ".join(f"{n} {word}" for word, n in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+    lines = [
+        "| target | share of the pass | experiments (kept) | best | against the best starter | against the model's own code (95 %) "
+        "| against the fastest of torch (95 %) | floor over it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for target in document["targets"]:
+        found = target["confirmed"] or {}
+        floor = found.get("pct_of_floor") or target.get("best_pct_of_floor")
+        best = "none was right"
+        if target["best_experiment"] is not None:
+            best = f"#{target['best_experiment']} {target['best_backend']}: {target['best_description']}"
+        own = ratio(found.get("vs_model"), found.get("vs_model_ci95"))
+        if not found and target["best_vs_model"] is not None:
+            own = f"{target['best_vs_model']:.3f}, not confirmed"
+        peer = ratio(found.get("vs_best_peer"), found.get("vs_best_peer_ci95"))
+        peer += f" ({', '.join(found['best_peers'])})" if found.get("best_peers") else ""
+        starter = target.get("best_vs_starter")
+        cells = [
+            target["name"],
+            f"{100 * target['share']:.1f} %",
+            f"{target['experiments']} ({target['kept']})",
+            best,
+        ]
+        cells += [f"{starter:.3f}" if starter else "", own, peer, f"{floor:.0f} %" if floor else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    taken = ", ".join(f"{s:.1f} s for {b}" for b, s in document["seconds_an_experiment"].items())
+    busy = f"Judges used the device in {100 * document['device_share']:.0f} % of that time, confirmations not counted"
+    if gpu.get("samples"):
+        busy += (
+            f"; by the driver's samples, a second apart, it was busy {gpu['utilization_mean_pct']:.0f} % of the time, and "
+            f"{gpu['seconds_without_work_pct']:.0f} % of the samples saw no work (mean power {gpu['power_mean_w']:.0f} W, "
+            f"median clock {gpu['sm_clock_median_mhz']:.0f} MHz)"
+        )
+    after = "the run had not ended when this was taken"
+    if document["finished"]:
+        after = f"the run as a whole took {document['seconds']:.0f} s, and ended {document['status']}: {document['reason']}"
+    return (
+        f"{model['id']}, {shape}, {model['dtype']}, {model['weights']} weights, on {where(document['device'])} "
+        f"(`benchmarks/results/{name}`, with its ledger and plot). {document['experiments']} experiments in "
+        f"{document['search_s']:.0f} s of search, which is {document['experiments_an_hour']:.0f} an hour (median {taken}); "
+        f"{document['distinct_sources']} distinct sources; verdicts: {counted(document['statuses'])}; decisions: "
+        f"{counted(document['decisions'])}. {busy}; {after}.\n\n" + "\n".join(lines)
+    )
+
+
 def blocks() -> dict[str, dict[str, str]]:
     """By document, the text of each block of results."""
     return {
         "README.md": {"cpu": models("whole-models-cpu.json"), "cuda": models("whole-models-h200.json")},
         "docs/starters.md": {"starters": starters("starters-h200.json")},
+        "docs/search.md": {"night": night("night-h200.json")},
         "docs/kernels.md": {"memory": memory_bound("kernels-h200.json", "kernels-starters-h200.json")},
     }
 

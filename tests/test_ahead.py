@@ -104,6 +104,32 @@ def test_nothing_waits_beyond_the_budget(run: Run) -> None:
     assert len(run.experiments()) == 3 and len(told) == 2
 
 
+def test_as_many_as_are_compiled_side_by_side_are_told_ahead(run: Run) -> None:
+    told: list[str] = []
+    judge = Watching(told, time_us=lambda values: 50.0)
+    search_of(run, judge, told, depth=4, max_experiments=14).run_all(Playbook())
+    assert len(judge.judged) == len(set(judge.judged)) == 14
+    # The starter is judged at once; while it is, four are compiled, and one more for each that is taken up.
+    assert [len(known) for known in judge.known] == [4 + i for i in range(10)] + [13] * 4
+    assert set(told) == set(judge.judged[1:])
+
+
+def test_what_is_not_compiled_ahead_is_not_chosen_early_either(run: Run) -> None:
+    """A proposal that waits is chosen without the verdicts before it, for nothing if no compiler works on it."""
+    judge = Watching([], time_us=lambda values: 50.0)
+    told: list[str] = []
+
+    def refuses(candidate: Candidate) -> bool:
+        told.append(candidate.digest)
+        return False
+
+    search = search_of(run, judge, [], depth=4, max_experiments=9)
+    search._ahead = refuses
+    judge.told = told
+    search.run_all(Playbook())
+    assert [len(known) for known in judge.known] == [1, 2, 3, 4, 5, 6, 7, 8, 8]
+
+
 def test_a_proposer_that_waits_for_verdicts_is_not_hurried(run: Run) -> None:
     class Patient:
         name = "patient"
