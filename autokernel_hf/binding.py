@@ -44,7 +44,7 @@ class Fit:
         shapes: For each tensor argument its sizes: `*` any leading sizes (the same wherever it stands), a name a size
             (the same wherever it stands), `B~` that size or 1, a number itself; ` | ` parts alternatives; `~` before
             the whole makes it broadcast to it.
-        dtypes: For each tensor argument its dtypes: `x` the first argument's, other words their own; the first
+        dtypes: For each tensor argument its dtypes: `x` the leading argument's, other words their own; the leading
             argument itself is not listed (the type's `dtypes` are its domain).
         rules: (relation, a, b): `multiple` size a is a multiple of b (a size or a number), `at_most` size a <= b,
             `same_rank` for tensors, `with_float8` where tensor a is float8, b must be given.
@@ -126,6 +126,31 @@ FITS: dict[str, Fit] = {
     "reduce": Fit(shapes={"x": "*"}, dtypes={}),
     "activation": Fit(shapes={"x": "*"}, dtypes={}),
     "gated_activation": Fit(shapes={"gate": "*", "up": "*"}, dtypes={"up": "x"}),
+    "rmsnorm_backward": Fit(
+        shapes={"grad": "* N", "x": "* N", "weight": "N"}, dtypes={"x": "x", "weight": "x float32"}
+    ),
+    "layernorm_backward": Fit(shapes={"grad": "* N", **_ROWS}, dtypes={"x": "x", **_PARAMETERS}),
+    "gated_activation_backward": Fit(
+        shapes={"grad": "*", "gate": "*", "up": "*"}, dtypes={"gate": "x", "up": "x"}
+    ),
+    "softmax_backward": Fit(shapes={"grad": "*", "x": "*"}, dtypes={"x": "x"}),
+    # A gradient of one number goes with "mean" and "sum", of N with "none": a candidate reads it with stride 0 or its own.
+    "cross_entropy_backward": Fit(
+        shapes={"grad": "N | ", "logits": "N V", "target": "N"},
+        dtypes={"grad": "float32", "target": "int64"},
+    ),
+    "rotary_embedding_backward": Fit(
+        shapes={
+            "grad_q": "B Hq S D",
+            "grad_k": "B Hk S D",
+            "q": "B Hq S D",
+            "k": "B Hk S D",
+            "cos": "B~ S R",
+            "sin": "B~ S R",
+        },
+        dtypes={"grad_k": "x", "q": "x", "k": "x", "cos": "x float32", "sin": "x float32"},
+        rules=(("at_most", "R", "D"), ("multiple", "R", "2")),
+    ),
 }
 
 
@@ -247,7 +272,12 @@ def binding_source(kernel_type: KernelType, backend: Backend, levels: tuple[str,
     ]
     if kernel_type.merges_rows:
         rows = ", ".join(
-            [f"&{t.name}" for t in tensors if _leading(kernel_type, t.name)] + [f"&{o}" for o in outputs]
+            [f"&{t.name}" for t in tensors if _leading(kernel_type, t.name)]
+            + [
+                f"&{o}"
+                for o, output in zip(outputs, kernel_type.outputs, strict=True)
+                if _has_rows(kernel_type, output)
+            ]
         )
         lines += [
             f"      ak::Tensor *rows[] = {{{rows}}};",
@@ -321,8 +351,7 @@ def _unbox(args: tuple[Arg, ...]) -> Iterable[str]:
 
 
 def _check_dtypes(kernel_type: KernelType) -> Iterable[str]:
-    tensors = [a.name for a in kernel_type.schema.args if a.is_tensor]
-    first = tensors[0]
+    first = kernel_type.lead
     known = " || ".join(f"{first}.view.dtype == {DTYPE_CODES[d]}" for d in kernel_type.dtypes)
     yield f"if (!({known})) [[unlikely]]"
     yield f'  ak::fail(AK_UNSUPPORTED_PREFIX "%s: {first} must be one of {", ".join(kernel_type.dtypes)}", kOp);'
@@ -406,6 +435,8 @@ def _allocate(kernel_type: KernelType, output: Output, name: str) -> Iterable[st
     for term in output.shape:
         if isinstance(term, Dims):
             start, stop = (_index(term.arg, i) for i in (term.start, term.stop))
+            if _is_optional(kernel_type, term.arg):
+                yield f"  if (!{term.arg}.present()) sizes.push(0);"
             yield f"  for (int i = {start or '0'}; i < {stop or f'{term.arg}.rank()'}; ++i) sizes.push({term.arg}.size(i));"
         elif isinstance(term, Reduced):
             yield f"  for (int i = 0; i < {term.arg}.rank(); ++i)"
@@ -431,6 +462,10 @@ def _output_dtype(kernel_type: KernelType, output: Output) -> str:
     first = next(a.name for a in kernel_type.schema.args if a.is_tensor)
     if output.dtype:
         return DTYPE_CODES[output.dtype]
+    if output.dtype_of:
+        own = f"{output.dtype_of}.view.dtype"
+        optional = _is_optional(kernel_type, output.dtype_of)
+        return f"({output.dtype_of}.present() ? {own} : {first}.view.dtype)" if optional else own
     if "float8_e4m3fn" in kernel_type.dtypes:
         return f"({first}.view.dtype == AK_F8E4M3 ? {DTYPE_CODES[output.float8_dtype]} : {first}.view.dtype)"
     return f"{first}.view.dtype"
@@ -443,6 +478,15 @@ def _output_names(kernel_type: KernelType) -> list[str]:
 
 def _leading(kernel_type: KernelType, name: str) -> bool:
     return fit(kernel_type).shapes[name].startswith("*")
+
+
+def _has_rows(kernel_type: KernelType, output: Output) -> bool:
+    """Whether an output has the leading dimensions of an argument."""
+    return any(isinstance(term, Dims) and _leading(kernel_type, term.arg) for term in output.shape)
+
+
+def _is_optional(kernel_type: KernelType, name: str) -> bool:
+    return any(a.name == name and a.type == "Tensor?" for a in kernel_type.schema.args)
 
 
 def is_dimension(arg: Arg) -> bool:

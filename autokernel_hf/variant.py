@@ -25,7 +25,7 @@ _ATTENTION_HOOKS = frozenset({"flash_attn_forward", "supports_flash_attn"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """What a candidate says it supports: the dtypes of the first argument, and values of scalar arguments.
+    """What a candidate says it supports: the dtypes of the leading argument, and values of scalar arguments.
 
     An argument that is not listed is supported whole.
     """
@@ -331,7 +331,12 @@ def _fake_output(kernel_type: KernelType, backend: Backend, output: Output, i: i
         if isinstance(term, Dims):
             start = "" if term.start == 0 else str(term.start)
             stop = "" if term.stop is None else str(term.stop)
-            terms.append(f"*{term.arg}.shape[{start}:{stop}]")
+            sizes = f"{term.arg}.shape[{start}:{stop}]"
+            terms.append(
+                f"*((0,) if {term.arg} is None else {sizes})"
+                if _is_optional(kernel_type, term.arg)
+                else f"*{sizes}"
+            )
         elif isinstance(term, Reduced):
             yield f"kept{i} = list({term.arg}.shape)"
             yield f"if kept{i}:  # a scalar has no dimension to drop"
@@ -344,6 +349,10 @@ def _fake_output(kernel_type: KernelType, backend: Backend, output: Output, i: i
             terms.append(f"*({term.arg}.shape[:1] if {term.reduction} == {none} else ())")
     if output.dtype:
         dtype = f"torch.{output.dtype}"
+    elif output.dtype_of:
+        dtype = f"{output.dtype_of}.dtype"
+        if _is_optional(kernel_type, output.dtype_of):
+            dtype = f"{first}.dtype if {output.dtype_of} is None else {dtype}"
     elif "float8_e4m3fn" in kernel_type.dtypes:
         dtype = f"torch.{output.float8_dtype} if {first}.dtype == torch.float8_e4m3fn else {first}.dtype"
     else:
@@ -396,7 +405,7 @@ _op_no_grad = torch.ops.{ID}.{name}{NO_GRAD}.default
 def _public(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
     schema = kernel_type.schema
     compiled = backend != "triton"
-    first = _first(kernel_type)
+    first = kernel_type.lead
     result = (
         "torch.Tensor" if schema.returns == 1 else f"tuple[{', '.join(['torch.Tensor'] * schema.returns)}]"
     )
@@ -414,7 +423,7 @@ def _public(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
         f"        NotImplementedError: Outside of the kernel's domain ({domain.text}).",
         '    """',
     ]
-    # The compiled part holds the first argument against all dtypes of the type by itself.
+    # The compiled part holds the leading argument against all dtypes of the type by itself.
     if not compiled or set(domain.dtypes) != set(kernel_type.dtypes):
         lines += [f"    if {first}.dtype not in _DTYPES:", f'        _refuse("dtype", {first}.dtype)']
     for arg in schema.args:
@@ -475,6 +484,10 @@ def _parameters(kernel_type: KernelType, backend: Backend) -> str:
 
 def _first(kernel_type: KernelType) -> str:
     return next(a.name for a in kernel_type.schema.args if a.is_tensor)
+
+
+def _is_optional(kernel_type: KernelType, name: str) -> bool:
+    return any(a.name == name and a.type == "Tensor?" for a in kernel_type.schema.args)
 
 
 def _quoted(value: object) -> str:

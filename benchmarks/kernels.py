@@ -12,7 +12,8 @@ are medians, and the median of the ratios to the yardstick within a round, with 
 
 What compiles at a first call does so beforehand, in a process for each type, all at once; nothing is timed meanwhile.
 The first pass goes without torch.compile, whose tuning may take longer than everything else; the second repeats the
-shapes of the published table with it, as long as the budget lasts. CUDA graphs save launches, which are no part of these
+shapes of the published table with it, as long as the budget lasts. Of peers that are backward passes the forward pass is
+not timed (`--only rmsnorm_backward,...`; types of gradients are measured only where they are named). CUDA graphs save launches, which are no part of these
 times, so torch.compile goes without them. The host's time of a call is told beside the device's.
 """
 
@@ -112,6 +113,19 @@ MORE: dict[str, list[Shape]] = {
     + heads((1, 32, 8, 2048, 128), interleaved=True)
     + heads((4, 12, 12, 1024, 64)),
 }
+
+
+BACKWARD = (
+    "rmsnorm",
+    "layernorm",
+    "gated_activation",
+    "cross_entropy",
+    "softmax",
+    "rotary_embedding",
+)
+for _name in BACKWARD:  # the forward's own
+    TABLE[f"{_name}_backward"] = TABLE[_name]
+    MORE[f"{_name}_backward"] = MORE[_name]
 
 
 def workloads_of(kind: KernelType, table_only: bool) -> list[tuple[Workload, bool]]:
@@ -247,7 +261,13 @@ def yardstick_for(kind: KernelType, workload: Workload) -> tuple[str, Call]:
 def rounds_of(
     contenders: Mapping[str, Call], args: dict[str, Any], count: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Time on the device and on the host of every contender in every round, in microseconds."""
+    """Time on the device and on the host of every contender in every round, in microseconds.
+
+    A peer that has something to `prepare` (a forward pass) does so once, before.
+    """
+    prepared = {n: call.prepare(**args) for n, call in contenders.items() if hasattr(call, "prepare")}
+    contenders = {**contenders, **prepared}
+    head_start = HEAD_START_CYCLES * (4 if prepared else 1)  # autograd queues a chain of ops
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     device: dict[str, list[float]] = {name: [] for name in contenders}
     host: dict[str, list[float]] = {name: [] for name in contenders}
@@ -263,7 +283,7 @@ def rounds_of(
             events = {}
             for name in order:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda._sleep(HEAD_START_CYCLES)
+                torch.cuda._sleep(head_start)
                 flush.fill_(number)
                 start.record()
                 began = time.perf_counter()
@@ -629,7 +649,8 @@ def main() -> int:
     parser.add_argument("--warm-type", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.types = [n for n in options.only.split(",") if n] or list(TABLE)
+    named = [n for n in options.only.split(",") if n]
+    options.types = named or [n for n in TABLE if not n.endswith("_backward")]
     options.backends = [b for b in BACKENDS if b in options.backends.split(",")]
     unknown = set(options.types) - set(TABLE)
     if unknown:

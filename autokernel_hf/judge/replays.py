@@ -73,11 +73,15 @@ def _check(
 
 def eager_times(kernel_type: KernelType, args: Args) -> WarmTimes:
     """The same of the plain torch expression, in this process. Not all expressions can be captured."""
-    taken, _ = graphs.hot(kernel_type.reference, args, 3)
+    prepare = getattr(kernel_type.reference, "prepare", None)  # a forward pass, which is not timed
+    function = kernel_type.reference if prepare is None else prepare(**args)
+    taken, _ = graphs.hot(function, args, 3)
     count = max(1, min(_MOST_CALLS, int(_ALL_CALLS_US / median(taken))))
-    taken, _ = graphs.hot(kernel_type.reference, args, count)
+    taken, _ = graphs.hot(function, args, count)
+    if prepare is not None:  # autograd works on the stream of the forward pass, which is not the capture's
+        return WarmTimes(hot_us=median(taken), graph_us=None)
     try:
-        graph = graphs.Graph(kernel_type.reference, args, count)
+        graph = graphs.Graph(function, args, count)
         graph.replay(POISON)
         replayed: float | None = median(graph.times())
     except RuntimeError:

@@ -237,6 +237,7 @@ class Local:
             [values.arguments[n] for n in values.live],
             values.sources[: values.calls],
             self.sinks[: values.calls],
+            getattr(self.function, "prepare", None),
         )
         with threads(values.threads):
             began = time.perf_counter_ns()

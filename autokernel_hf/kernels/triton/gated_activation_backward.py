@@ -1,0 +1,162 @@
+"""Gradients of act(gate) * up: one pass over three inputs, in float32, rounded once."""
+
+KERNEL_TYPE = "gated_activation_backward"
+BACKEND = "triton"
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024  # tune(block): 256, 512, 1024, 2048, 4096
+WARPS = 4  # tune(launch): 1, 2, 4, 8
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = ("none", "gelu", "gelu_tanh", "gelu_new", "quick_gelu", "silu", "relu", "relu2")
+
+
+@triton.jit
+def act_and_slope(x, KIND: tl.constexpr):
+    """The activation of a float32 tile, and its derivative."""
+    y = x
+    slope = tl.full(x.shape, 1.0, tl.float32)
+    if KIND == "gelu":
+        half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * half
+        slope = half + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "gelu_tanh" or KIND == "gelu_new":
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2u; one less it is that of -2u, with its digits.
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        s = 1.0 / (1.0 + tl.exp(-u))
+        t = 1.0 / (1.0 + tl.exp(u))
+        y = x * s
+        slope = s + x * s * t * (1.5957691216057308 + 0.21406444881780074 * x * x)
+    elif KIND == "quick_gelu":
+        s = 1.0 / (1.0 + tl.exp(-1.702 * x))
+        t = 1.0 / (1.0 + tl.exp(1.702 * x))
+        y = x * s
+        slope = s + 1.702 * x * s * t
+    elif KIND == "silu":
+        s = 1.0 / (1.0 + tl.exp(-x))
+        t = 1.0 / (1.0 + tl.exp(x))
+        y = x * s
+        slope = s + x * s * t
+    elif KIND == "relu":
+        y = tl.where(x <= 0.0, 0.0, x)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+    elif KIND == "relu2":
+        positive = tl.where(x <= 0.0, 0.0, x)
+        y = positive * positive
+        slope = 2.0 * positive
+    return y, slope
+
+
+@triton.jit
+def contiguous_kernel(
+    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, elements, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    mask = index < elements - start
+    grad = tl.load(grad_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + start + index, mask=mask, other=0.0).to(tl.float32)
+    y, slope = act_and_slope(gate, KIND)
+    dgate, dup = grad * up * slope, grad * y
+    tl.store(dgate_ptr + start + index, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + start + index, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def strided_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    elements,
+    N,
+    grad_row,
+    grad_column,
+    gate_row,
+    gate_column,
+    up_row,
+    up_column,
+    KIND: tl.constexpr,
+    LONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if LONG:
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    else:
+        index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < elements
+    row, column = (index // N).to(tl.int64), (index % N).to(tl.int64)
+    grad = tl.load(grad_ptr + row * grad_row + column * grad_column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row + column * gate_column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + column * up_column, mask=mask, other=0.0).to(tl.float32)
+    y, slope = act_and_slope(gate, KIND)
+    dgate, dup = grad * up * slope, grad * y
+    tl.store(dgate_ptr + index, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + index, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def row_stride(x):
+    """The stride between rows, with the leading dimensions merged into one; None where they do not merge."""
+    rows, stride = 1, 0
+    for size, step in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if rows > 1 and step != stride * rows:
+            return None
+        if rows == 1:
+            stride = step
+        rows *= size
+    return stride
+
+
+def with_rows(x):
+    """x and its row stride; a copy where rows have no single stride or columns lie too far apart to be read well."""
+    step = row_stride(x)
+    if step is None or x.stride(-1) > 2:
+        x = x.contiguous()
+        step = x.shape[-1]
+    return x, step
+
+
+def kernel_fn(grad, gate, up, kind="silu"):
+    if gate.dtype not in DTYPES or up.dtype != gate.dtype or grad.dtype != gate.dtype or kind not in KINDS:
+        raise NotImplementedError(
+            f"gradients of gated activation {kind}: {grad.dtype}, {gate.dtype} and {up.dtype}"
+        )
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    elements = dgate.numel()
+    if elements == 0:
+        return dgate, dup
+    grid = (triton.cdiv(elements, BLOCK),)
+    if grad.is_contiguous() and gate.is_contiguous() and up.is_contiguous():
+        contiguous_kernel[grid](grad, gate, up, dgate, dup, elements, KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
+        return dgate, dup
+    grad, grad_row = with_rows(grad)
+    gate, gate_row = with_rows(gate)
+    up, up_row = with_rows(up)
+    strided_kernel[grid](
+        grad,
+        gate,
+        up,
+        dgate,
+        dup,
+        elements,
+        gate.shape[-1],
+        grad_row,
+        grad.stride(-1),
+        gate_row,
+        gate.stride(-1),
+        up_row,
+        up.stride(-1),
+        KIND=kind,
+        LONG=elements >= 2**30,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return dgate, dup
