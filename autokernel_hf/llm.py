@@ -7,29 +7,37 @@ that names the cause, so that no failure looks like an answer.
 
 from __future__ import annotations
 
-import email.utils
 import logging
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from autokernel_hf.errors import AutokernelError, UsageError
 from autokernel_hf.hub_client import transport_errors
+from autokernel_hf.llm_answers import (
+    Answer,
+    Failure,
+    Message,
+    by_words,
+    estimate,
+    finished,
+    models_url,
+    one_line,
+    read_answer,
+    retry_after,
+    words_of,
+)
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, str]
-"""{"role": "system" | "user" | "assistant", "content": text}"""
-
 ROUTER = "https://router.huggingface.co/v1"
 KEY_VARIABLE = "AUTOKERNEL_HF_LLM_KEY"
-CHARACTERS_PER_TOKEN = 3  # of source code, rather too few than too many: an estimate shall not be too low
 _HUGGING_FACE = ("huggingface.co", "hf.co", "hf.space", "huggingface.cloud")
 
 
@@ -43,39 +51,6 @@ class ContextFullError(AutokernelError):
 
 class UnavailableError(AutokernelError):
     """The server could not be reached, or did not answer, within the patience; it may later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One answer.
-
-    Args:
-        text: What the model said; empty if it refused or said nothing.
-        outcome: `cut_off` if it ended at its token limit or in mid-stream, `refused` if the model or a filter declined.
-        prompt_tokens, completion_tokens: As the server counted them, else estimated (`estimated`).
-        cost_usd: Where the server tells it.
-        retries: Requests that failed before this one.
-    """
-
-    text: str
-    outcome: Literal["answered", "cut_off", "empty", "refused"]
-    prompt_tokens: int
-    completion_tokens: int
-    estimated: bool = False
-    cost_usd: float | None = None
-    seconds: float = 0.0
-    retries: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """US dollars per million tokens."""
-
-    prompt: float
-    completion: float
-
-    def of(self, prompt_tokens: int, completion_tokens: int) -> float:
-        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +147,7 @@ class Chat:
         while True:
             try:
                 answer = self._request(messages, max_tokens, temperature)
-            except _Failure as failure:
+            except Failure as failure:
                 if failure.kind == "adapt" and adapted < 6:
                     adapted += 1
                     continue
@@ -203,7 +178,7 @@ class Chat:
                     continue
             return replace(answer, seconds=time.monotonic() - started, retries=retries)
 
-    def _wait(self, failure: _Failure, failures: int, waited: float) -> float:
+    def _wait(self, failure: Failure, failures: int, waited: float) -> float:
         """Seconds until the next request. Raises UnavailableError where patience is at an end."""
         patience = self.patience
         told = failure.retry_after
@@ -221,7 +196,7 @@ class Chat:
         return wait
 
     def _request(self, messages: Sequence[Message], max_tokens: int, temperature: float) -> Answer:
-        """One request. Raises _Failure."""
+        """One request. Raises Failure."""
         from huggingface_hub.errors import (
             HfHubHTTPError,
             InferenceTimeoutError,
@@ -242,30 +217,30 @@ class Chat:
             with self._offline_but_for_own():
                 if dialect.stream and not dialect.no_stream:
                     return self._streamed(messages, arguments)
-                return _answer(self._client.chat_completion(list(messages), **arguments), messages)
+                return read_answer(self._client.chat_completion(list(messages), **arguments), messages)
         except OfflineModeIsEnabled as error:
-            raise _Failure(
+            raise Failure(
                 "fatal", "HF_HUB_OFFLINE is set", remedy="Unset it, or use --proposer playbook."
             ) from error
         except InferenceTimeoutError as error:
             dialect.stream = True
-            raise _Failure("passing", f"no answer within {self.patience.timeout_s:.0f} s") from error
+            raise Failure("passing", f"no answer within {self.patience.timeout_s:.0f} s") from error
         except HfHubHTTPError as error:
             raise self._refusal(error) from error
         except TextGenerationError as error:  # an error that came in place of a piece of a stream
-            raise _by_words(str(error)) or _Failure("passing", _line(str(error))) from error
+            raise by_words(str(error)) or Failure("passing", one_line(str(error))) from error
         except transport_errors() as error:
-            raise _Failure(
-                "passing", f"it cannot be reached ({_line(str(error)) or type(error).__name__})"
+            raise Failure(
+                "passing", f"it cannot be reached ({one_line(str(error)) or type(error).__name__})"
             ) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             # What the client makes of a body that is not what it should be (a login page, a list, nothing).
             if "api_key" in str(error):
-                raise _Failure(
-                    "fatal", _line(str(error)), remedy="Set HF_TOKEN or run `hf auth login`."
+                raise Failure(
+                    "fatal", one_line(str(error)), remedy="Set HF_TOKEN or run `hf auth login`."
                 ) from error
-            raise _Failure(
-                "passing", f"it sent no chat completion ({type(error).__name__}: {_line(str(error))})"
+            raise Failure(
+                "passing", f"it sent no chat completion ({type(error).__name__}: {one_line(str(error))})"
             ) from error
 
     def _streamed(self, messages: Sequence[Message], arguments: dict[str, Any]) -> Answer:
@@ -284,27 +259,27 @@ class Chat:
                 finish = choice.finish_reason or finish
         if chunk is None:
             self._dialect.no_stream = True
-            raise _Failure("passing", "it sent no stream")
-        return _finished("".join(pieces), finish or "length", None, usage, messages)
+            raise Failure("passing", "it sent no stream")
+        return finished("".join(pieces), finish or "length", None, usage, messages)
 
-    def _refusal(self, error: Any) -> _Failure:
+    def _refusal(self, error: Any) -> Failure:
         """What an HTTP error means. `error` is huggingface_hub's HfHubHTTPError."""
         status = int(error.response.status_code)
-        words = _words_of(error)
-        known = _by_words(words, status)
+        words = words_of(error)
+        known = by_words(words, status)
         if known is not None:
             return known
         if status in (400, 422) and (adapted := self._adapt(words)) is not None:
             return adapted
         told = f"HTTP {status}{': ' + words if words else ''}"
         if status in (401, 403):
-            return _Failure("fatal", f"its key was refused ({told})", remedy=self._key_remedy())
+            return Failure("fatal", f"its key was refused ({told})", remedy=self._key_remedy())
         if status == 402:
-            return _Failure(
+            return Failure(
                 "fatal", f"there is no credit left ({told})", remedy="Add credit, or choose another model."
             )
         if status in (404, 410):
-            return _Failure(
+            return Failure(
                 "fatal",
                 f"there is no such model or address ({told})",
                 remedy="Check --llm and --base-url: the model may have been withdrawn.",
@@ -312,10 +287,10 @@ class Chat:
         if status == 504:
             self._dialect.stream = True
         if status in (408, 409, 425, 429) or status >= 500:
-            return _Failure("passing", told, retry_after=retry_after(error.response.headers))
-        return _Failure("fatal", f"the request was refused ({told})", remedy="Check --llm and --base-url.")
+            return Failure("passing", told, retry_after=retry_after(error.response.headers))
+        return Failure("fatal", f"the request was refused ({told})", remedy="Check --llm and --base-url.")
 
-    def _adapt(self, words: str) -> _Failure | None:
+    def _adapt(self, words: str) -> Failure | None:
         """A server that names a parameter it does not take is asked again without it."""
         dialect, text = self._dialect, words.lower()
         if "stream_options" in text and not dialect.no_stream_options:
@@ -328,8 +303,8 @@ class Chat:
             dialect.most_tokens = (dialect.most_tokens or 8192) // 2
         else:
             return None
-        logger.info("%s: %s; asking again in its way.", self.model, _line(words))
-        return _Failure("adapt", words)
+        logger.info("%s: %s; asking again in its way.", self.model, one_line(words))
+        return Failure("adapt", words)
 
     def _key_remedy(self) -> str:
         if self.base_url is None:
@@ -373,7 +348,7 @@ class Chat:
                 response = get_session().get(url, headers=headers, timeout=min(30.0, self.patience.timeout_s))
         except transport_errors() as error:
             raise LanguageModelError(
-                f"{self.where} cannot be reached ({_line(str(error)) or type(error).__name__}).",
+                f"{self.where} cannot be reached ({one_line(str(error)) or type(error).__name__}).",
                 remedy="Check --base-url and that the server runs, or use --proposer playbook.",
             ) from error
         if response.status_code in (401, 403):
@@ -386,29 +361,6 @@ class Chat:
             return None
 
 
-class _Failure(Exception):  # noqa: N818 - never leaves this module
-    """Why a request brought no answer; what follows from it is `Chat.ask`'s to decide."""
-
-    def __init__(
-        self,
-        kind: Literal["passing", "context", "refused", "adapt", "fatal"],
-        words: str,
-        *,
-        remedy: str = "",
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(words)
-        self.kind = kind
-        self.words = words
-        self.remedy = remedy
-        self.retry_after = retry_after
-
-
-def estimate(messages: Sequence[Message]) -> int:
-    """About how many tokens a conversation has, rather too many than too few."""
-    return sum(len(m["content"]) // CHARACTERS_PER_TOKEN + 8 for m in messages)
-
-
 def check_base_url(text: str) -> None:
     """Raises UsageError where `text` is no address of a server."""
     if not re.fullmatch(r"https?://[^\s/]+\S*", text):
@@ -416,185 +368,6 @@ def check_base_url(text: str) -> None:
             f"--base-url {text} is no address of a server.",
             remedy="Write it with http:// or https://, as in http://127.0.0.1:8000/v1.",
         )
-
-
-# --- reading what came back ---------------------------------------------------------------------------------------
-
-_REFUSALS = re.compile(
-    r"(i['’]m sorry|i am sorry|sorry,|i can(no|['’])t |i cannot|i['’]m (unable|not able)|i am (unable|not able)"
-    r"|as an ai\b|i must decline|i won['’]t )",
-    re.IGNORECASE,
-)
-_CONTEXT = re.compile(
-    r"context[ _-]?(length|window|size)|maximum context|too many (input )?tokens|(prompt|input|inputs|request) (is|are) too "
-    r"(long|large)|tokens? exceed|exceeds? (the )?(model'?s )?(max|context)|`inputs` tokens \+ `max_new_tokens`|larger than "
-    r"the maximum",
-    re.IGNORECASE,
-)
-_NO_MODEL = re.compile(
-    r"model[^.]{0,80}(not exist|not found|not supported by any provider|no longer|decommissioned|not a chat model)"
-    r"|model_not_(found|supported)|unknown model|no such model",
-    re.IGNORECASE,
-)
-_FILTERED = re.compile(r"content[ _](filter|policy|management)|safety (system|filter)|flagged", re.IGNORECASE)
-_NO_CREDIT = re.compile(r"insufficient_quota|exceeded your monthly|out of credits?\b", re.IGNORECASE)
-
-
-def _by_words(words: str, status: int = 200) -> _Failure | None:
-    """A failure that servers report under several status codes, told by its words."""
-    if status in (401, 403, 404):
-        return None
-    if _CONTEXT.search(words) or status == 413:
-        return _Failure("context", _line(words) or "HTTP 413")
-    if _FILTERED.search(words) and status in (200, 400, 422):
-        return _Failure("refused", _line(words))
-    if _NO_CREDIT.search(words):
-        return _Failure(
-            "fatal",
-            f"there is no credit left ({_line(words)})",
-            remedy="Add credit, or choose another model.",
-        )
-    if _NO_MODEL.search(words) and status < 500:
-        return _Failure(
-            "fatal",
-            f"there is no such model ({_line(words)})",
-            remedy="Check --llm: the model may have been withdrawn.",
-        )
-    return None
-
-
-def _answer(said: Any, messages: Sequence[Message]) -> Answer:
-    """An Answer of a ChatCompletionOutput. Raises _Failure where a server reports an error with status 200."""
-    if not said.choices:
-        error = getattr(said, "error", None)
-        words = error.get("message", "") if isinstance(error, Mapping) else str(error or "")
-        raise _by_words(words) or _Failure("passing", _line(words) or "an answer without choices")
-    choice = said.choices[0]
-    message = choice.message
-    refusal = getattr(message, "refusal", None) if message is not None else None
-    content = message.content if message is not None else None
-    if isinstance(content, list):  # some servers send it in parts
-        content = "".join(p.get("text", "") for p in content if isinstance(p, Mapping))
-    return _finished(str(content or ""), choice.finish_reason, refusal, said.usage, messages)
-
-
-def _finished(text: str, finish: str | None, refusal: Any, usage: Any, messages: Sequence[Message]) -> Answer:
-    text = _printable(text)
-    outcome: Literal["answered", "cut_off", "empty", "refused"] = "answered"
-    if (
-        refusal
-        or finish == "content_filter"
-        or (_REFUSALS.match(text.strip()) and "```" not in text and "<<<<<" not in text)
-    ):
-        outcome = "refused"
-    elif finish == "length":
-        outcome = "cut_off"
-    elif not text.strip():
-        outcome = "empty"
-    counted = (
-        usage is not None
-        and isinstance(usage.prompt_tokens, int)
-        and isinstance(usage.completion_tokens, int)
-    )
-    return Answer(
-        text=text,
-        outcome=outcome,
-        prompt_tokens=usage.prompt_tokens if counted else estimate(messages),
-        completion_tokens=usage.completion_tokens if counted else len(text) // CHARACTERS_PER_TOKEN,
-        estimated=not counted,
-        cost_usd=_cost(usage),
-    )
-
-
-def _cost(usage: Any) -> float | None:
-    for name in ("cost", "estimated_cost", "total_cost"):
-        value = getattr(usage, name, None)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-            return float(value)
-    return None
-
-
-def _words_of(error: Any) -> str:
-    """What a server said about an error, without the client's own wording."""
-    text = error.server_message or ""
-    if not text:
-        try:
-            text = error.response.text
-        except RuntimeError:  # a stream that was not read
-            text = ""
-        if "<html" in text.lower():
-            text = re.sub(r"<[^>]+>", " ", text)
-    # {'message': '...', 'type': ...}: the client prints the object as it is.
-    inner = re.search(r"""["']message["']\s*:\s*(["'])(.*?)\1\s*[,}]""", text, re.DOTALL)
-    code = re.search(r"""["']code["']\s*:\s*["'](\w+)["']""", text)
-    return _line((inner[2] if inner else text) + (f" ({code[1]})" if code else ""))
-
-
-def _printable(text: str) -> str:
-    """Text that any file, commit message and terminal takes: no control characters, no halves of surrogate pairs."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "", text.encode("utf-8", "replace").decode("utf-8"))
-
-
-def _line(text: str, most: int = 300) -> str:
-    """Text as one line of bounded length, without a full stop."""
-    flat = " ".join(_printable(text).split()).rstrip(".")
-    return flat if len(flat) <= most else flat[: most - 3] + "..."
-
-
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait: Retry-After (seconds or a date), retry-after-ms, RateLimit's t=."""
-    milliseconds = headers.get("retry-after-ms")
-    if milliseconds is not None and re.fullmatch(r"\d+(\.\d+)?", milliseconds.strip()):
-        return float(milliseconds) / 1000
-    text = (headers.get("retry-after") or "").strip()
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    if text:
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-        except (TypeError, ValueError):
-            return None
-    limits = re.search(r"\bt=(\d+)", headers.get("ratelimit") or "")
-    return float(limits[1]) if limits else None
-
-
-def models_url(base_url: str) -> str:
-    """Where an OpenAI-compatible server lists its models."""
-    plain = base_url.rstrip("/").removesuffix("/chat/completions").rstrip("/")
-    return f"{plain}/models" if plain.endswith("/v1") else f"{plain}/v1/models"
-
-
-def prices_in(document: Any, model: str) -> Prices | None:
-    """The price of a model in a server's list.
-
-    Two forms are known: `pricing` with `input` and `output` in dollars per million tokens, one for each of a model's
-    `providers`; and `pricing` with `prompt` and `completion` in dollars per token, as text.
-    """
-    entries = document.get("data") if isinstance(document, Mapping) else None
-    name, _, provider = model.partition(":")
-    found: list[Prices] = []
-    for entry in entries if isinstance(entries, list) else ():
-        if not isinstance(entry, Mapping) or entry.get("id") not in (model, name):
-            continue
-        offers = [p for p in entry.get("providers") or () if isinstance(p, Mapping)]
-        named = [p for p in offers if p.get("provider") == provider]
-        for offer in (named or offers) or [entry]:
-            pricing = offer.get("pricing")
-            if not isinstance(pricing, Mapping):
-                continue
-            for keys, factor in ((("input", "output"), 1.0), (("prompt", "completion"), 1e6)):
-                try:
-                    found.append(
-                        Prices(
-                            prompt=float(pricing[keys[0]]) * factor,
-                            completion=float(pricing[keys[1]]) * factor,
-                        )
-                    )
-                except (KeyError, TypeError, ValueError):
-                    continue
-    if not found:
-        return None
-    return Prices(prompt=max(p.prompt for p in found), completion=max(p.completion for p in found))
 
 
 def _key_for(base_url: str) -> str | None:

@@ -13,17 +13,8 @@ from dataclasses import dataclass
 
 from autokernel_hf.errors import RunError, UsageError
 from autokernel_hf.ledger import Asked
-from autokernel_hf.llm import (
-    Answer,
-    Chat,
-    ContextFullError,
-    LanguageModelError,
-    Message,
-    Prices,
-    UnavailableError,
-    estimate,
-    prices_in,
-)
+from autokernel_hf.llm import Chat, ContextFullError, LanguageModelError, UnavailableError
+from autokernel_hf.llm_answers import Answer, Message, Prices, estimate, prices_in
 from autokernel_hf.progress import NOTE
 from autokernel_hf.records import Record, write_atomically
 from autokernel_hf.runs import Run

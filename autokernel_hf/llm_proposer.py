@@ -22,8 +22,9 @@ from autokernel_hf.agent import Context, NothingLeft, Playbook, Proposer
 from autokernel_hf.errors import CandidateError
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.ledger import Reflected, Round
-from autokernel_hf.llm import Answer, Chat, ContextFullError, LanguageModelError, Message, UnavailableError
+from autokernel_hf.llm import Chat, ContextFullError, LanguageModelError, UnavailableError
 from autokernel_hf.llm_account import FOLDER, Account, BudgetSpentError, chat_of, save, spent_by
+from autokernel_hf.llm_answers import Answer, Message
 from autokernel_hf.llm_edits import Reading, normalised, read, structure
 from autokernel_hf.llm_prompts import LEVELS, Shown
 from autokernel_hf.records import Candidate, Experiment, Proposal, Record

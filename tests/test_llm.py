@@ -11,17 +11,13 @@ import pytest
 from autokernel_hf.errors import UsageError
 from autokernel_hf.llm import (
     KEY_VARIABLE,
-    Answer,
     Chat,
     ContextFullError,
     LanguageModelError,
     Patience,
-    Prices,
     UnavailableError,
-    models_url,
-    prices_in,
-    retry_after,
 )
+from autokernel_hf.llm_answers import Answer, Prices, models_url, prices_in, retry_after
 from tests.llm_server import ChatServer, Step, error
 
 ASK = [{"role": "user", "content": "Say yes."}]

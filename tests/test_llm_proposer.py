@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autokernel_hf import llm_account, llm_proposer, pipeline, tunables
+from autokernel_hf import llm_account, llm_prompts, llm_proposer, pipeline, tunables
 from autokernel_hf.errors import UsageError
 from autokernel_hf.ledger import Asked, Reflected, Round
 from autokernel_hf.llm import KEY_VARIABLE, Chat, LanguageModelError, Patience
@@ -436,6 +436,14 @@ def test_unusable_answers_are_told_even_where_the_budget_ends_the_round(make_run
     assert len(server.asked) == 1, "another answer does not fit"
     assert events(run, Round)[0].unusable[0].startswith("no_code")
     assert "tokens are spent" in events(run, Round)[-1].note
+
+
+def test_what_a_gpus_file_is_rejected_for_is_told_before(repository_root: Path) -> None:
+    """The judge captures every call in a CUDA graph; on a CPU there is nothing to capture."""
+    told = {b: llm_prompts.system("rmsnorm", b) for b in ("triton", "cuda", "cpp")}
+    assert all("CUDA graph" in told[b] and "the judge tries" in told[b] for b in ("triton", "cuda"))
+    assert "CUDA graph" not in told["cpp"]
+    assert "capturable in a CUDA graph" in (repository_root / "program.md").read_text()
 
 
 def test_a_full_context_makes_the_prompt_shorter_step_by_step(
