@@ -21,9 +21,10 @@ namespace {
 constexpr bool kLayer = false;
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
 constexpr int kMost = 4;          // packs of a thread in the longest rows that are held
+constexpr int kMostThreads = 384;  // of such rows: 168 registers
 constexpr int kSingles = 8;       // elements of a thread where rows cannot be read in packs
 constexpr int kShares = 64;       // of long rows, for each column
-static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads && kHeld <= kMost, "a thread holds its packs in registers");
+static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads && kMaxThreads <= 512 && kHeld <= kMost, "a thread holds its packs in registers");
 
 // A 32-bit word of elements, to and from float.
 template <typename T>
@@ -148,7 +149,7 @@ struct Input {
 // `blockDim.y` rows at once, of one warp each. A block goes through rows with a step, the next one on its way while one
 // is summed up, and keeps its share of the parameters' gradients in registers.
 template <typename T, int V, int HELD>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxThreads)
     held_rows(Input grads, Input xs, Parameter weight, float eps, float offset, T *__restrict__ dx,
               float *__restrict__ shares, bool want_weight, bool want_bias, int64_t M, int N, float inverse) {
   constexpr int K = kLayer ? 3 : 2;
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       if (kLayer) dbias[h][i] = 0.0f;
     }
   }
-  constexpr bool AHEAD = kAhead && HELD * V <= 2 * kPack<T>;
+  constexpr bool AHEAD = kAhead && V > 1 && HELD <= 2;
   Raw<T, V> g_raw[HELD], x_raw[HELD], g_next[AHEAD ? HELD : 1], x_next[AHEAD ? HELD : 1];
   const auto read = [&](int64_t row, Raw<T, V> *g_into, Raw<T, V> *x_into) {
 #pragma unroll
@@ -456,8 +457,8 @@ Plan plan_of(const AkTensor *grad, const AkTensor *x, const AkTensor *weight, co
     plan.lanes = 32;
     plan.held = plan.packs ? (units <= 32 ? 1 : units <= 64 ? 2 : kMost) : kSingles;
     plan.high = kThreads / 32;
-  } else if (units <= (int64_t)most * kMaxThreads) {
-    plan.held = !plan.packs ? kSingles : units <= (int64_t)kHeld * kMaxThreads ? kHeld : kMost;
+  } else if (units <= (plan.packs ? (int64_t)kMost * kMostThreads : (int64_t)kSingles * kMaxThreads)) {
+    plan.held = !plan.packs ? kSingles : kHeld < kMost && units <= (int64_t)kHeld * kMaxThreads ? kHeld : kMost;
     plan.lanes = (int)((units + plan.held * 32 - 1) / (plan.held * 32)) * 32;
   }
   if (plan.held == 0) {
