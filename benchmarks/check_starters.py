@@ -1,6 +1,6 @@
 """Every starter on the GPU here: is it right everywhere, and how fast beside what a user would pick instead?
 
-    python benchmarks/check_starters.py --out benchmarks/results/starters-h200.json
+    python benchmarks/check_starters.py --out benchmarks/results/starter-checks-h200.json --no-timing
     python benchmarks/check_starters.py --out starters.json --types rmsnorm,softmax --backends cuda --no-timing
 
 First each starter is built and judged in a process of its own (a bad access poisons a process's GPU for good), several

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -110,34 +111,90 @@ def _least(*values: float | None) -> float | None:
     return min(known) if known else None
 
 
-def starters(name: str) -> str:
-    """The starters beside what a user would pick instead, one row a workload."""
+def checks(name: str) -> str:
+    """How the judge's calls of the starters went on a GPU, one row a type."""
     document = read(name)
     if document is None:
         return ""
-    lines = [
-        "| type | workload | triton | cuda | best peer | triton against it | cuda against it |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    late = False
-    for entry in document["timed"]:
-        for row in entry["workloads"]:
-            us = row["us"]
-            peers = {k: v for k, v in us.items() if k not in ("triton", "cuda")}
-            if not peers:
-                continue
-            best = min(peers, key=lambda k: peers[k])
-            mark = "" if "compile" in peers else "*"
-            late = late or bool(mark)
-            cells = [entry["kernel_type"], f"{row['label']} {row['dtype']}"]
-            cells += [f"{us[b]:.1f} us" if b in us else "not measured" for b in ("triton", "cuda")]
-            cells.append(f"{best} {peers[best]:.1f} us{mark}")
-            cells += [f"{peers[best] / us[b]:.2f}x" if b in us else "" for b in ("triton", "cuda")]
-            lines.append("| " + " | ".join(cells) + " |")
-    note = " Rows with * are without torch.compile, which was not ready in the time given." if late else ""
+    found: dict[str, dict[str, str]] = {}
+    right = made = 0
+    for entry in document["checked"]:
+        good = entry["done"] - entry["failed"]
+        right, made = right + good, made + entry["done"]
+        text = f"{good} of {entry['done']}"
+        if entry["done"] < entry["calls"]:
+            text += f" (of {entry['calls']} in all: time was up)"
+        found.setdefault(entry["kernel_type"], {})[entry["backend"]] = entry["error"] or text
+    lines = ["| type | triton: right of those made | cuda |", "|---|---|---|"]
+    for kind, cells in found.items():
+        lines.append(f"| {kind} | {cells.get('triton', 'not run')} | {cells.get('cuda', 'not run')} |")
     return (
-        f"The starters, untuned, on {where(document['device'])}: device time, L2 flushed, medians, peers and starters in "
-        f"turn within a round (`benchmarks/results/{name}`).{note}\n\n" + "\n".join(lines)
+        f"Calls of the judge's sweep, edge shapes, adversarial values and layouts in every dtype, on "
+        f"{where(document['device'])} (`benchmarks/results/{name}`): {right} of {made} were right.\n\n"
+        + "\n".join(lines)
+    )
+
+
+# The least that a peer's time may be, as a multiple of ours.
+MATRIX_SETS = {
+    "skinny": ("a linear layer for 1 to 64 rows", 1.15),
+    "skinny-nn": ("GPT-2's projections for 1 to 64 rows", 1.15),
+    "vocabulary": ("a language model's head for 1 and 16 rows", 1.15),
+    "middle": ("a linear layer for 128 to 4096 rows", 1.0),
+    "large": ("large products", 1.0),
+    "large-nt": ("the same, b along its depth", 1.0),
+    "epilogue": ("with bias, activation or residual", 1.1),
+    "float8": ("float8 with scales", 1.0),
+    "mlp": ("gated feed-forward blocks", 1.1),
+    "mlp-skinny": ("the same for 1 to 64 rows", 1.1),
+    "prefill": ("attention over a sequence", 1.0),
+    "decode": ("one query a sequence", 1.1),
+}
+
+
+def matrix(name: str) -> str:
+    """Products, attention and feed-forward blocks beside the vendor's libraries: a row a set, then one a shape."""
+    document = read(name)
+    if document is None:
+        return ""
+    backends = ("triton", "cuda")
+    contenders = {c["label"] for c in document["contenders"]}  # of which other labels are variants
+    ratios: dict[str, dict[str, list[float]]] = {s: {b: [] for b in backends} for s in MATRIX_SETS}
+    shapes = [
+        "| set | shape | dtype | fastest of the others | triton | cuda |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        timed = row["timed"]
+        us = {n: v for n, v in timed["us"].items() if n not in timed["wrong"]}
+        peers = {n: v for n, v in us.items() if n not in contenders}
+        best = min(peers, key=lambda n: peers[n])
+        cells = [row["set"], timed["label"], timed["dtype"], f"{best} {peers[best]:.1f} us"]
+        for backend in backends:
+            if backend in us:
+                ratios[row["set"]][backend].append(peers[best] / us[backend])
+                cells.append(f"{us[backend]:.1f} us, {peers[best] / us[backend]:.2f}x")
+            else:
+                cells.append("wrong" if backend in timed["wrong"] else "not measured")
+        shapes.append("| " + " | ".join(cells) + " |")
+    sets = ["| set | what | triton: mean (least) | cuda | target |", "|---|---|---|---|---|"]
+    for which, (what, target) in MATRIX_SETS.items():
+        cells = [which, what]
+        for backend in backends:
+            values = ratios[which][backend]
+            mean = math.exp(sum(map(math.log, values)) / len(values)) if values else 0.0
+            cells.append(f"{mean:.2f} ({min(values):.2f})" if values else "not measured")
+        sets.append("| " + " | ".join([*cells, f"{target:.2f}"]) + " |")
+    late = document["not_reached"]
+    return (
+        f"{where(document['device'])}: device time, L2 flushed, medians over rounds in which all took turns "
+        f"(`benchmarks/results/{name}`). A ratio is the time of the fastest of torch's own (cuBLAS, cuDNN, ...) and Liger's, "
+        "without torch.compile, over ours: above 1 ours is faster. Means of a set are geometric."
+        + (f" Not reached in time: {', '.join(late)}." if late else "")
+        + "\n\n"
+        + "\n".join(sets)
+        + "\n\n"
+        + "\n".join(shapes)
     )
 
 
@@ -266,9 +323,12 @@ def blocks() -> dict[str, dict[str, str]]:
     """By document, the text of each block of results."""
     return {
         "README.md": {"cpu": models("whole-models-cpu.json"), "cuda": models("whole-models-h200.json")},
-        "docs/starters.md": {"starters": starters("starters-h200.json")},
         "docs/search.md": {"night": night("night-h200.json")},
-        "docs/kernels.md": {"memory": memory_bound("kernels-h200.json", "kernels-starters-h200.json")},
+        "docs/kernels.md": {
+            "checks": checks("starter-checks-h200.json"),
+            "memory": memory_bound("kernels-h200.json", "kernels-starters-h200.json"),
+            "matrix": matrix("matrix-kernels-h200.json"),
+        },
     }
 
 
