@@ -23,7 +23,7 @@ from types import TracebackType
 from autokernel_hf.errors import AutokernelError
 from autokernel_hf.judge.remote import Builder, Failed
 from autokernel_hf.judge.sandbox import ALL_CPUS, environment_for_children
-from autokernel_hf.judge.server import Server, program
+from autokernel_hf.judge.server import NamespacesFirst, Server, program
 from autokernel_hf.records import Candidate
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class _Builders:
         self._channel = channel
         self._device = device
         self._server = Server(interpret=False, device=device.partition(":")[0])
-        self._isolate = True
+        self._walls = NamespacesFirst()
         self._starting = threading.Lock()
         self._answering = threading.Lock()
         self._running: set[Builder] = set()
@@ -142,10 +142,7 @@ class _Builders:
 
     def _start(self) -> Builder:
         with self._starting:
-            spawned = self._server.spawn(isolate=True, builder=True) if self._isolate else None
-            if spawned is None:
-                self._isolate = False
-                spawned = self._server.spawn(isolate=False, builder=True)
+            spawned = self._walls.start(lambda isolate: self._server.spawn(isolate=isolate, builder=True))
             assert spawned is not None
             builder = Builder(spawned, timeout_s=_BUILD_TIMEOUT_S)
             self._running.add(builder)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from autokernel_hf.judge import confine
-from autokernel_hf.judge.server import behind_walls
+from autokernel_hf.judge.server import NamespacesFirst, Spawned, behind_walls
 from autokernel_hf.packages import files_of
 
 CHILD = Path(__file__).parent / "check_child.py"
@@ -66,20 +66,21 @@ def main(work: str, folder: str, timeout_s: str) -> None:
             found.sendall(_LENGTHS.pack(*map(len, parts)) + b"".join(parts))
         return 0
 
-    for isolate in (True, False):
+    def attempt(isolate: bool) -> tuple[Spawned, int, bytes] | None:
         spawned = behind_walls(body, isolate=isolate)
         if spawned is None:
-            continue
+            return None
         answer = bytearray()
         while part := spawned.channel.recv(1 << 20):
             answer += part
         code = spawned.wait(10.0)
-        if code != NO_CUDA:
-            break
-    if spawned is None:
-        raise SystemExit("no walls can be put up here")
-    if code == NO_CUDA:
-        raise SystemExit("the GPU's driver does not start behind any walls here")
+        return None if code == NO_CUDA else (spawned, code, bytes(answer))
+
+    found = NamespacesFirst().start(attempt)
+    if found is None:
+        gpu = ", or the GPU's driver does not start behind them" if on_a_gpu else ""
+        raise SystemExit(f"no walls can be put up here{gpu}")
+    spawned, code, answer = found
     if len(answer) < _LENGTHS.size:
         raise SystemExit(ended_how(code, spawned.output()))
     lengths = _LENGTHS.unpack_from(answer)

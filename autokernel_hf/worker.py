@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 
 from autokernel_hf import errors
 from autokernel_hf.errors import AutokernelError, JudgeError, last_words
+from autokernel_hf.judge.sandbox import with_kept_memory
 from autokernel_hf.judge.server import program
 from autokernel_hf.progress import NOTE
 from autokernel_hf.records import ModelSpec, Profile, PulledModel, Record, Site, Verification
@@ -91,7 +92,7 @@ def call(task: str, request: Record, result: type[R]) -> R:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env=with_kept_memory({**os.environ, "PYTHONUNBUFFERED": "1"}),
         )
         tail: list[str] = []
         assert process.stderr is not None
@@ -198,25 +199,6 @@ _TASKS: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
 }
 
 
-def keep_freed_memory() -> bool:
-    """Have the C library keep freed memory instead of giving it back to the system after every large tensor.
-
-    By default the GNU C library maps large blocks anew, or trims its heap, as its history has it: the same chain of ops on
-    tensors of some MB then costs page faults in one pass and none in the next (GPT-2's activation at 1 x 1024: 9200 a
-    call, as much time as the arithmetic), and neither shares nor speed-ups mean the same twice. With this a process that
-    has run some passes stays in the state in which a long-running one ends up: no faults. It favours the plain model,
-    whose chains have more temporaries. Returns whether the C library could be told.
-    """
-    import ctypes
-
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt") or not hasattr(library, "gnu_get_libc_version"):
-        return False
-    # 32 MiB is the most that glibc takes for the second; larger blocks are mapped anew in every column alike.
-    return bool(library.mallopt(trim_threshold, 2**31 - 1) and library.mallopt(mmap_threshold, 32 * 2**20))
-
-
 def _end_with(parent: int) -> None:
     """End when the orchestrator does, however it does: nobody would read the answer."""
     while os.getppid() == parent:
@@ -242,8 +224,6 @@ def _main(task: str, asked: str, answered: str) -> None:
     ours.addHandler(handler)
     ours.propagate = False
     request_type, function = _TASKS[task]
-    if task in ("profile", "verify"):
-        keep_freed_memory()
     try:
         request = request_type.load(Path(asked))
         answer = {"ok": json.loads(function(request).model_dump_json())}

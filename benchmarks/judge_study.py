@@ -1,13 +1,17 @@
 """How often the judge is wrong about speed: the same kernel against itself, and against one that does 2 % more work.
 
     python benchmarks/judge_study.py cpu --trials 200 --out benchmarks/results/judge-study-cpu.json
-    python benchmarks/judge_study.py cuda --trials 200 --planted 100 --epsilon 0.005 --out ...
+    python benchmarks/judge_study.py cuda --trials 200 --planted 100 --epsilon 0.005 --budget 150 --out ...
 
 Each trial is an experiment as the search makes it: a candidate against the incumbent, in processes of their own, whose
 verdict is the interval of the paired ratio. The two sources differ in a comment, so that both are built and run apart.
 In a planted trial the incumbent computes the first 2 % of the rows twice. Sessions of `--session` trials are opened
-anew, since what is fixed for a process (where its memory lies) must vary as well. Trials that the file has already are
-kept, and the rest added.
+anew, since what is fixed for a process (where its memory lies) must vary as well.
+
+It can be taken in parts: with the same `--out`, trials that the file has already are kept and the rest added, until
+`--budget` seconds are spent. The file is written after each trial; it tells each part's device, date and seconds. Trials
+against itself and planted ones take turns, so that a study that was cut short has both. A file of another device, workload
+or epsilon is left alone.
 """
 
 from __future__ import annotations
@@ -132,16 +136,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     backend: Backend = "cpp" if arguments.device == "cpu" else "triton"
+    study = Study.opened(arguments.out, arguments.device, arguments.epsilon)
     began = time.monotonic()
-    found: dict[str, list[dict[str, object]]] = {"same": [], "planted": []}
-    spent = 0.0
-    if arguments.out.exists():
-        before = json.loads(arguments.out.read_text(encoding="utf-8"))
-        found, spent = before["trials"], before["seconds"]
-    todo = [("same", i) for i in range(len(found["same"]), arguments.trials)]
-    todo += [("planted", i) for i in range(len(found["planted"]), arguments.planted)]
+
+    def is_over() -> bool:
+        return time.monotonic() - began > arguments.budget
+
+    todo = study.missing({"same": arguments.trials, "planted": arguments.planted})
     for first in range(0, len(todo), arguments.session):
-        if time.monotonic() - began > arguments.budget:
+        if is_over():
             break
         with Judge(
             "rmsnorm",
@@ -151,30 +154,78 @@ def main() -> None:
             epsilon=arguments.epsilon,
         ) as judge:
             for kind, trial in todo[first : first + arguments.session]:
+                if is_over():
+                    break
                 incumbent = candidate(backend, -1 - trial, more=2 if kind == "planted" else 0)
                 evaluation = judge.evaluate(candidate(backend, trial), incumbent)
-                found[kind].append(outcome(evaluation, arguments.epsilon, os.getloadavg()[0]))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            json.dumps(
-                {
-                    "what": "verdicts of the judge on a kernel against itself, and against one with 2 % more work",
-                    "date": time.strftime("%Y-%m-%d"),
-                    "device": device_info(arguments.device).model_dump(mode="json"),
-                    "workload": workload(arguments.device).shape,
-                    "epsilon": arguments.epsilon,
-                    "seconds": round(spent + time.monotonic() - began),
-                    "counts": {kind: counts(rows) for kind, rows in found.items() if rows},
-                    "trials": found,
-                },
-                indent=1,
-            )
-            + "\n",
-            encoding="utf-8",
-        )
-    for kind, rows in found.items():
+                study.add(kind, outcome(evaluation, arguments.epsilon, os.getloadavg()[0]))
+    for kind, rows in study.trials.items():
         if rows:
             print(kind, counts(rows))
+    left = len(study.missing({"same": arguments.trials, "planted": arguments.planted}))
+    print(f"{left} trials are left" if left else "complete")
+
+
+class Study:
+    """The trials so far, in their file."""
+
+    def __init__(self, path: Path, head: dict[str, object], parts: list[dict[str, object]]) -> None:
+        self.path = path
+        self.head = head
+        self.parts = parts
+        self.trials: dict[str, list[dict[str, object]]] = {"same": [], "planted": []}
+        self._began = time.monotonic()
+
+    @classmethod
+    def opened(cls, path: Path, device: str, epsilon: float) -> Study:
+        """What the file has, with a new part.
+
+        Raises:
+            SystemExit: It is of another study.
+        """
+        info = device_info(device).model_dump(mode="json")
+        head = {
+            "what": "verdicts of the judge on a kernel against itself, and against one with 2 % more work",
+            "device": info["name"],
+            "workload": workload(device).shape,
+            "epsilon": epsilon,
+        }
+        made = cls(path, head, [])
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            other = [k for k in ("device", "workload", "epsilon") if before.get(k) != head[k]]
+            if other:
+                raise SystemExit(
+                    f"{path} is of another study: its {', '.join(other)} differ. Name another file."
+                )
+            made.trials, made.parts = before["trials"], before["parts"]
+        made.parts.append({"date": time.strftime("%Y-%m-%d %H:%M"), "device": info, "trials": 0})
+        return made
+
+    def missing(self, wanted: dict[str, int]) -> list[tuple[str, int]]:
+        """Trials that are to be made, the two kinds mixed as evenly as their numbers allow."""
+        todo = []
+        for kind, count in wanted.items():
+            have = len(self.trials[kind])
+            todo += [((i - have + 0.5) / (count - have), kind, i) for i in range(have, count)]
+        return [(kind, i) for _, kind, i in sorted(todo)]
+
+    def add(self, kind: str, row: dict[str, object]) -> None:
+        """Add a trial, and write the file as a whole or not at all."""
+        self.trials[kind].append(row)
+        part = self.parts[-1]
+        part["trials"] = int(str(part["trials"])) + 1
+        part["seconds"] = round(time.monotonic() - self._began, 1)
+        document = {
+            **self.head,
+            "counts": {name: counts(rows) for name, rows in self.trials.items() if rows},
+            "parts": self.parts,
+            "trials": self.trials,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(self.path.name + ".part")
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.path)
 
 
 def counts(rows: list[dict[str, object]]) -> dict[str, int]:

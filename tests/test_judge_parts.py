@@ -15,7 +15,7 @@ import torch
 from autokernel_hf.build import build, load
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.errors import CandidateError, DeviceError
-from autokernel_hf.judge import l2, telemetry, timing
+from autokernel_hf.judge import l2, replays, telemetry, timing
 from autokernel_hf.judge.arena import Arena, Pool
 from autokernel_hf.judge.bands import Bands
 from autokernel_hf.judge.cases import Scope
@@ -120,9 +120,6 @@ class Clocked:
         self.arguments = ()
         self.said_us, self.factors, self.tries = said_us, row_factors, 0
 
-    def turn(self) -> tuple[Times, float]:
-        return Times(device_us=(self.said_us,) * 3, host_us=(self.said_us,) * 3, late_us=(0.0,) * 3), 1.0
-
     def noop(self) -> float:
         return 100.0
 
@@ -134,8 +131,16 @@ class Clocked:
 def check_row(contender: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "wait_for_quiet", lambda pids, limit_s: True)
     values = timing.Values(RMS, rms(4, 64), CPU, [1, 2])
+    column, said_us = timing.Column(), contender.said_us
+    for noise in (1.0, 1.3, 1.0, 4.0, 1.0):  # what other programs do to some rounds
+        times = Times(device_us=(said_us * noise,) * 3, host_us=(said_us,) * 3, late_us=(0.0,) * 3)
+        column.add(times, 1.0, 0)
     rounds = timing.Rounds(
-        values, [timing.Local("eager", RMS.reference, values)], {}, torch_error=(0.0,), seed=1
+        values,
+        [timing.Local("eager", RMS.reference, values)],
+        {"candidate": column},
+        torch_error=(0.0,),
+        seed=1,
     )
     rounds._check_row(cast("timing.Remote", contender))
 
@@ -147,16 +152,36 @@ def test_a_row_that_takes_what_the_clock_says_is_enough(monkeypatch: pytest.Monk
 
 
 def test_a_busy_machine_may_make_nearly_all_rows_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = Clocked(10.0, [9.0] * 19 + [2.5])
+    contender = Clocked(10.0, [9.0] * 59 + [1.4])
     check_row(contender, monkeypatch)
-    assert contender.tries == 20
+    assert contender.tries == 60
 
 
-@pytest.mark.parametrize("said_us", [0.4, 50.0, 5000.0])
-def test_a_clock_at_a_fifth_of_the_speed_is_found(said_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said_us", [0.4, 50.0, 900.0, 5000.0])
+@pytest.mark.parametrize("factor", [1.75, 5.0])
+def test_a_clock_at_four_sevenths_of_the_speed_is_found(
+    said_us: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Failed, match="by the referee's clock") as caught:
-        check_row(Clocked(said_us, [5.0]), monkeypatch)
+        check_row(Clocked(said_us, [factor]), monkeypatch)
     assert caught.value.status == "rejected"
+
+
+@pytest.mark.parametrize(
+    ("device_us", "graph_us", "referee_us", "found"),
+    [
+        (22.6, 18.2, 18.4, False),
+        (7.0, 2.2, 2.6, False),  # launches are most of a cold call
+        (9.0, 18.2, 18.4, True),  # two fifths of it
+        (22.6, 9.1, 18.4, True),  # the graph's own time halved
+        (22.6, 18.2, None, False),
+    ],
+)
+def test_device_times_are_held_against_a_graph_by_the_referees_clock(
+    device_us: float, graph_us: float, referee_us: float | None, found: bool
+) -> None:
+    warm = replays.WarmTimes(hot_us=device_us, graph_us=graph_us, referee_us=referee_us)
+    assert bool(replays.contradiction(device_us, warm)) is found
 
 
 # --- the L2 cache's share ---------------------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from autokernel_hf.judge.sandbox import with_kept_memory
 from autokernel_hf.judge.server import program
 
 PROBE = """
-import resource, sys, torch
-from autokernel_hf.worker import keep_freed_memory
-if sys.argv[1] == "kept":
-    assert keep_freed_memory()
+import resource, torch
 x = torch.ones(1024, 3072)
 
 def chain():
@@ -37,18 +35,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_a_pass_that_was_run_before_faults_no_pages() -> None:
     """A chain of ops on tensors of 12 MiB: by default each call maps some of them anew."""
     faults = {}
-    for how in ("default", "kept"):
+    default = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    for how, environment in (("default", default), ("kept", with_kept_memory(default))):
         done = subprocess.run(
-            [sys.executable, "-c", PROBE, how],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))},
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, env=environment
         )
         faults[how] = int(done.stdout)
-    assert faults["default"] > 50_000, "the default has changed: is the measure still needed?"
-    # A small block in the way may ask for one more piece of memory: 3072 pages of one tensor.
-    assert faults["kept"] < faults["default"] / 10, "ten calls"
+    # A small block in the way may ask for a piece of memory or two more: 3072 pages of one tensor. By default it depends
+    # on what lies around it: of three to eighty tensors in ten calls.
+    assert faults["kept"] <= 2.5 * 3072, faults
+    assert faults["default"] > faults["kept"], "the default has changed: is the measure still needed?"
 
 
 @pytest.mark.parametrize("place", ["PYTHONPATH", "the current folder"])

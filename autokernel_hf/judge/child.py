@@ -144,7 +144,9 @@ class _Worker:
     def do_wake(self, request: dict[str, Any]) -> dict[str, Any]:
         """Start CUDA, before any candidate is here."""
         device = torch.device(request["device"])
-        torch.cuda.set_device(device)  # or a context, and half a gigabyte, would be taken of the first GPU, too
+        torch.cuda.set_device(
+            device
+        )  # or a context, and half a gigabyte, would be taken of the first GPU, too
         self.stream = torch.cuda.Stream(device)
         self.flush = turn.flush_for(device)
         torch.cuda.synchronize()
@@ -309,6 +311,7 @@ class _Worker:
 
     def do_turn(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take one turn of a round of timing; a blank one calls the candidate once, and times nothing but the rest."""
+        began_ns = turn.now_ns()
         assert self.arena is not None and self.function is not None
         arguments = self._arguments(request["args"])
         function = self.function
@@ -325,7 +328,12 @@ class _Worker:
             [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sources"]],
             [[self.arena.view(Slot.from_json(s)) for s in call] for call in request["sinks"]],
         ).take(self.flush, request["delay_us"])
-        return {"device_us": taken.device_us, "host_us": taken.host_us, "late_us": taken.late_us}
+        return {
+            "device_us": taken.device_us,
+            "host_us": taken.host_us,
+            "late_us": taken.late_us,
+            "clock_ns": (began_ns, turn.now_ns()),
+        }
 
     def do_loop(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call again and again, which the referee times; nothing is looked at."""
@@ -364,9 +372,15 @@ class _Worker:
         assert self.graph is not None
         self.graph.replay(POISON)
         self._keep(self.graph.outputs, request["sinks"])
-        taken = self.graph.times()
-        self.graph = None
-        return {"us": taken}
+        return {"us": self.graph.times()}
+
+    def do_spin(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Replay what was captured again and again, which the referee times."""
+        assert self.graph is not None
+        self.graph.spin(request["replays"])
+        if request["last"]:
+            self.graph = None
+        return {}
 
     def _keep(self, outputs: tuple[Any, ...], sinks: list[dict[str, Any]]) -> None:
         """Copy outputs, whose form a call before has shown, to their slots."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TypeVar
 
 from autokernel_hf.errors import JudgeError
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.remote import Builder, Child, Failed, Process
-from autokernel_hf.judge.server import Server, Spawned
+from autokernel_hf.judge.server import NamespacesFirst, Server, Spawned
 from autokernel_hf.judge.watchdog import Watchdog
 from autokernel_hf.records import Built, Candidate
 
@@ -36,7 +37,7 @@ class Crew:
         self._timeout_s = timeout_s
         self._server = server
         self._pool = pool
-        self._isolate = True
+        self._walls = NamespacesFirst()
         self._told = False
         self._watchdog = Watchdog()
         self._builder: Builder | None = None
@@ -59,14 +60,19 @@ class Crew:
     def prepare(self) -> None:
         """Have a child ready for the next `take`: on a GPU its context takes a while."""
         if self._spare is None or self._spare.ended:
-            self._spare = self._start()
+            try:
+                self._spare = self._start()
+            except JudgeError as error:
+                log.info("no child could be started ahead: %s", error)  # `take` will try again, and tell
 
     def start_build(self, candidate: Candidate) -> None:
         """Have a candidate built; what comes of it is for `finish_build`."""
         if self._builder is not None and self._builder.busy:
             self._builder.end()  # nobody waited for what it built last
         if self._builder is None or self._builder.ended:
-            self._builder = self._watched(Builder(self._spawn(builder=True), timeout_s=self._timeout_s))
+            spawned = self._walls.start(partial(self._spawned, builder=True))
+            assert spawned is not None
+            self._builder = self._watched(Builder(spawned, timeout_s=self._timeout_s))
         self._builder.start(candidate, self._device)
 
     def finish_build(self, candidate: Candidate) -> Built:
@@ -129,32 +135,32 @@ class Crew:
             self._server.close()
 
     def _start(self) -> Child:
-        if not self._isolate:
-            return self._opened()
-        try:
-            return self._opened()
-        except JudgeError as error:
-            # What a GPU's driver needs may be out of reach in namespaces; it is tried once without them.
-            log.warning("children run without namespaces of their own: %s", error)
-            self._isolate = False
-            return self._opened()
-
-    def _opened(self) -> Child:
-        spawned = self._spawn(builder=False)
-        child = Child(spawned, self._pool, device=self._device, timeout_s=self._timeout_s)
-        child.open()
+        child = self._walls.start(self._opened)
+        assert child is not None  # without namespaces it starts, or raises
         return self._watched(child)
 
-    def _spawn(self, *, builder: bool) -> Spawned:
+    def _opened(self, isolate: bool) -> Child | None:
+        spawned = self._spawned(isolate, builder=False)
+        if spawned is None:
+            return None
+        child = Child(spawned, self._pool, device=self._device, timeout_s=self._timeout_s)
+        try:
+            child.open()
+        except JudgeError as error:
+            if not isolate:
+                raise
+            # What a GPU's driver needs may be out of reach in namespaces; it is tried once without them.
+            log.warning("children run without namespaces of their own: %s", error)
+            return None
+        return child
+
+    def _spawned(self, isolate: bool, *, builder: bool) -> Spawned | None:
         if self._server is None:
             self._server = Server(interpret=self._interpret, device=self._device.partition(":")[0])
-        spawned = self._server.spawn(isolate=True, builder=builder) if self._isolate else None
+        spawned = self._server.spawn(isolate=isolate, builder=builder)
         if spawned is None:
-            if self._isolate:
-                log.warning("the system refuses namespaces: candidates run under Landlock and a filter alone")
-            self._isolate = False
-            spawned = self._server.spawn(isolate=False, builder=builder)
-            assert spawned is not None
+            log.warning("the system refuses namespaces: candidates run under Landlock and a filter alone")
+            return None
         if spawned.not_enforced and not self._told:
             self._told = True
             log.warning(

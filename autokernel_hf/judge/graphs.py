@@ -103,6 +103,12 @@ class Graph:
         self._graph.replay()
         _synchronize()
 
+    def spin(self, replays: int) -> None:
+        """Run the calls again and again, and wait for their end."""
+        for _ in range(replays):
+            self._graph.replay()
+        _synchronize()
+
     def times(self) -> tuple[float, ...]:
         """The device's time of a call within a replay, in microseconds, of several replays."""
         taken = []

@@ -87,7 +87,8 @@ class _Sheet:
     peak_bytes: int | None = None
     confirmed: bool = False
     phases: list[tuple[str, float]] = field(default_factory=list)
-    warm_times: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by workload
+    warm_times: dict[str, replays.WarmTimes] = field(default_factory=dict)  # by workload, as the device tells
+    eager_warm_times: dict[str, replays.WarmTimes] = field(default_factory=dict)
     device_states: list[DeviceState] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     marked: float = 0.0  # until when the time is accounted for
@@ -144,7 +145,17 @@ class _Sheet:
         )
 
     def _with_warm_times(self, result: WorkloadResult, key: str) -> WorkloadResult:
-        return result.model_copy(update=self.warm_times.get(key, {}))
+        if key not in self.warm_times:
+            return result
+        own, eager = self.warm_times[key], self.eager_warm_times[key]
+        return result.model_copy(
+            update={
+                "hot_us": own.hot_us,
+                "graph_us": own.graph_us,
+                "eager_hot_us": eager.hot_us,
+                "eager_graph_us": eager.graph_us,
+            }
+        )
 
 
 class Referee:
@@ -344,6 +355,7 @@ class Referee:
             self._remaining_stages(child, request.candidate, domain, sheet)
         self._time(child, domain, request, sheet)
         if request.all_stages:
+            self._hold_device_times(child, sheet)
             return self._summary(sheet)
         reason = why_not_keep(
             tuple(sheet.results.values()), epsilon=self.settings.epsilon, delta=self.settings.delta
@@ -351,6 +363,7 @@ class Referee:
         if reason or self.settings.quick:
             return reason or self._summary(sheet)
         self._remaining_stages(child, request.candidate, domain, sheet)
+        self._hold_device_times(child, sheet)
         return self._summary(sheet)
 
     def _must_be_at_rest(self, child: Child) -> None:
@@ -419,6 +432,19 @@ class Referee:
             self._stage(child, stage, domain, sheet)
         self._more_than_32_bits(child, candidate, domain, sheet)
         child.inspect()
+
+    def _hold_device_times(self, child: Child, sheet: _Sheet) -> None:
+        """The device's own times against the referee's clock, once both are known.
+
+        Raises:
+            Failed: They contradict each other.
+        """
+        for key, warm in sheet.warm_times.items():
+            device_us = sheet.results[key].device_us
+            problem = replays.contradiction(device_us, warm) if device_us is not None else ""
+            if problem:
+                child.end()
+                raise Failed("rejected", f"{problem} (on {sheet.results[key].label})")
 
     def _more_than_32_bits(self, child: Child, candidate: Candidate, domain: Domain, sheet: _Sheet) -> None:
         """Tensors of more than 2^31 elements where memory allows, else a reading of the source.
@@ -540,12 +566,8 @@ class Referee:
             with gpu.device_lock(self.device):
                 own = replays.candidate_times(child, self.kernel_type, workload, calls)
                 eager = replays.eager_times(self.kernel_type, calls[0])
-            sheet.warm_times[key_of(workload)] = {
-                "hot_us": own.hot_us,
-                "graph_us": own.graph_us,
-                "eager_hot_us": eager.hot_us,
-                "eager_graph_us": eager.graph_us,
-            }
+            sheet.warm_times[key_of(workload)] = own
+            sheet.eager_warm_times[key_of(workload)] = eager
 
     def _must_have_memory(self) -> None:
         """After a want of memory: is it the candidate's, or has another process taken the GPU's?

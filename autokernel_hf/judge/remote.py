@@ -19,6 +19,7 @@ from autokernel_hf.records import BenchStatus, Built, Candidate
 
 _BUILD_TIMEOUT_S = 330.0  # above the compiler's own limit
 _START_TIMEOUT_S = 60.0
+_CLOCK_SLACK_NS = 2_000_000  # the clocks of two processes are one; some hypervisors scale it for each
 _LAST_WORDS_S = 2.0  # a process that is ending needs a moment until its end is known
 
 
@@ -333,17 +334,25 @@ class Child(Process):
         }
         began = time.perf_counter_ns()
         reply = self._command(request, self.timeout_s)
-        wall_us = (time.perf_counter_ns() - began) / 1e3
+        ended = time.perf_counter_ns()
+        wall_us = (ended - began) / 1e3
         try:
             times = Times(
                 device_us=tuple(map(float, reply["device_us"])),
                 host_us=tuple(map(float, reply["host_us"])),
                 late_us=tuple(map(float, reply["late_us"])),
             )
+            first, last = map(int, reply["clock_ns"])
         except (KeyError, TypeError, ValueError):
             raise self._forged() from None
         if len(times.device_us) != len(sources) or not all(0 < t < 1e12 for t in times.device_us):
             raise self._forged()
+        if not began - _CLOCK_SLACK_NS <= first <= last <= ended + _CLOCK_SLACK_NS:
+            self.end()
+            off_ms = max(began - first, last - ended, first - last) / 1e6
+            raise Failed(
+                "rejected", f"has another clock in its process, {off_ms:.3g} ms off the referee's clock"
+            )
         if sum(times.device_us) > wall_us:
             self.end()
             raise Failed("rejected", "reported times that add up to more than the turn took")
@@ -378,6 +387,16 @@ class Child(Process):
             Failed: It failed, or reported nonsense.
         """
         return self._microseconds({"op": "replay"}, sinks)
+
+    def spin(self, replays: int, *, last: bool) -> float:
+        """Have it replay what was captured so many times; the referee's time of that in microseconds.
+
+        Args:
+            last: Whether it may forget the graph.
+        """
+        began = time.perf_counter_ns()
+        self._command({"op": "spin", "replays": replays, "last": last}, self.timeout_s)
+        return (time.perf_counter_ns() - began) / 1e3
 
     def _microseconds(self, request: dict[str, Any], sinks: Sequence[Slot]) -> tuple[float, ...]:
         reply = self._command({**request, "sinks": [s.to_json() for s in sinks]}, self.timeout_s)

@@ -16,14 +16,22 @@ from autokernel_hf.records import Workload
 
 _MOST_CALLS = 20
 _ALL_CALLS_US = 20_000.0
+# Rows of replays by the referee's clock: how long one should take, how many, and how much longer than the device says a
+# call in them may take: the gap between graphs, and clocks that are lower under load.
+_ROW_US, _ROWS = 3000.0, 5
+_FACTOR, _SLACK_US = 1.6, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmTimes:
-    """Device times of a call in microseconds, one after the other and within a CUDA graph; None where not measured."""
+    """Device times of a call in microseconds, one after the other and within a CUDA graph; None where not measured.
+
+    `referee_us` is the time of a call within a graph by the referee's clock.
+    """
 
     hot_us: float | None
     graph_us: float | None
+    referee_us: float | None = None
 
 
 def candidate_times(
@@ -48,10 +56,33 @@ def candidate_times(
         _write(child, placed, calls[1])
         replayed = child.replay(placed.sinks)
         _check(child, placed, kernel_type, workload, calls[1], "a CUDA graph replayed on new values")
+        referee_us = _by_the_referees_clock(child, median(replayed), count)
     except Failed as failed:
         where = f"{workload.label} ({workload.shape}, {workload.dtype})"
         raise StageFailed(failed.status, f"Stage edges, {where}: {failed.what}.") from None
-    return WarmTimes(hot_us=median(hot), graph_us=median(replayed))
+    return WarmTimes(hot_us=median(hot), graph_us=median(replayed), referee_us=referee_us)
+
+
+def _by_the_referees_clock(child: Child, said_us: float, calls: int) -> float:
+    """What a call within a graph takes at least, its launches out of the way: of several rows of replays the shortest."""
+    replays = max(1, round(_ROW_US / (said_us * calls)))
+    overhead_us = min(child.noop() for _ in range(_ROWS))
+    row_us = min(child.spin(replays, last=i + 1 == _ROWS) for i in range(_ROWS))
+    return (row_us - overhead_us) / (replays * calls)
+
+
+def contradiction(device_us: float, warm: WarmTimes) -> str:
+    """How the device's own times contradict the referee's clock, as the rest of a sentence; empty where they do not.
+
+    Within a graph a call takes no longer than a cold one by itself, whose input the device must fetch.
+    """
+    said_us = min(device_us, warm.graph_us or device_us)
+    if warm.referee_us is None or warm.referee_us <= _FACTOR * said_us + _SLACK_US:
+        return ""
+    return (
+        f"says that a call takes the device {said_us:.3g} us, but within a CUDA graph it takes {warm.referee_us:.3g} us "
+        "by the referee's clock"
+    )
 
 
 def _write(child: Child, placed: Placed, args: Args) -> None:

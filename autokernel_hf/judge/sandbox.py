@@ -53,9 +53,7 @@ _THREADS_ARE_THE_USERS = (
     "GOMP_CPU_AFFINITY",
     "KMP_AFFINITY",
 )
-# Memory that a process has freed stays with it (GNU's malloc). By default it comes and goes depending on what else lies
-# on the heap, and a page fault for each 4 KB of an output turns a 0.1 ms kernel into a 0.8 ms one, in some processes and
-# not in others. It is the same for all contenders.
+# Settings of GNU's malloc: see `with_kept_memory`.
 _MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest that it accepts
@@ -64,6 +62,18 @@ _MEMORY = {
 
 # Taken when this module is imported, which is before torch and its OpenMP are: binding narrows it.
 ALL_CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def with_kept_memory(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process whose C library (GNU's) keeps what it has freed.
+
+    By default it maps large blocks anew, or trims its heap, as its history has it: a page fault for each 4 KB of an output
+    turns a 0.1 ms kernel into a 0.8 ms one, in some processes and not in others, and a chain of ops on tensors of some MB
+    (GPT-2's activation at 1 x 1024: 9200 faults a call) costs as much again in one pass and nothing in the next. With this
+    a process stays in the state in which a long-running one ends up, the same for all contenders; it favours the plain
+    model, whose chains have more temporaries. What the user has set stays as it is.
+    """
+    return {**_MEMORY, **environment}
 
 
 def environment_for_children(environment: Mapping[str, str], *, bind: bool) -> dict[str, str]:
@@ -79,7 +89,7 @@ def environment_for_children(environment: Mapping[str, str], *, bind: bool) -> d
     }
     spinning = {} if "OMP_WAIT_POLICY" in kept else _SPINNING
     binding = _BINDING if bind and not any(name in kept for name in _THREADS_ARE_THE_USERS) else {}
-    return {**spinning, **binding, **_MEMORY, **kept}
+    return with_kept_memory({**spinning, **binding, **kept})
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from autokernel_hf.cache import cache_root
 from autokernel_hf.errors import JudgeError
@@ -56,6 +56,32 @@ def program(module: str, *arguments: str, function: str = "main") -> list[str]:
         f"{function}(*sys.argv[1:])\n"
     )
     return [sys.executable, "-c", code, *arguments]
+
+
+T = TypeVar("T")
+
+
+class NamespacesFirst:
+    """How children are started on this machine: in namespaces, until it has shown that these do not stand here.
+
+    Then under Landlock and the filter alone. `isolate` tells which.
+    """
+
+    def __init__(self) -> None:
+        self.isolate = True
+
+    def start(self, attempt: Callable[[bool], T | None]) -> T | None:
+        """What an attempt makes; None where none succeeds.
+
+        Args:
+            attempt: Tries it, in namespaces or without. None: it did not start, or what it is for does not run there.
+        """
+        if self.isolate:
+            made = attempt(True)
+            if made is not None:
+                return made
+            self.isolate = False
+        return attempt(False)
 
 
 class Spawned:
@@ -249,13 +275,16 @@ def _spawned(start: Callable[[int, int, int, tuple[int, int]], None], *, isolate
 
 def probe() -> None:
     """Write to stdout, as JSON, whether a child gets namespaces here, and what its walls lack (for `doctor`)."""
-    for isolate in (True, False):
+
+    def attempt(isolate: bool) -> Spawned | None:
         spawned = behind_walls(lambda channel: 0 if confine.cuda_starts() else 1, isolate=isolate)
-        if spawned is not None and spawned.wait(30.0) == 0:
-            found = {"namespaces": isolate, "not_enforced": spawned.not_enforced}
-            break
-    else:
-        found = {"namespaces": False, "not_enforced": ("there are no walls at all",)}
+        return spawned if spawned is not None and spawned.wait(30.0) == 0 else None
+
+    spawned = NamespacesFirst().start(attempt)
+    found = {
+        "namespaces": spawned is not None and spawned.isolated,
+        "not_enforced": ("there are no walls at all",) if spawned is None else spawned.not_enforced,
+    }
     sys.stdout.write(json.dumps(found))
 
 
