@@ -55,6 +55,7 @@ def build(
     archs: tuple[str, ...] = (),
     device: str = "cpu",
     configs: Sequence[Mapping[str, object]] = (),
+    backward: Candidate | None = None,
 ) -> Built:
     """The package variant of a candidate, from the cache or made now.
 
@@ -63,15 +64,17 @@ def build(
             the GPU here where `device` is one, else 9.0a.
         device: Where it is to run: cpu, cuda, cuda:1.
         configs: Other values for a Triton kernel's constants, by device and shape (`kernels/_configs.py`).
+        backward: The kernel of its gradients. Its own variant lies within this one, as it was built by itself.
 
     Raises:
-        CandidateError: The file breaks the candidate contract.
+        CandidateError: The file breaks the candidate contract, or its backward is that of another kernel or supports less.
         CompileError: It does not compile; the message shows the candidate's own lines.
         ToolMissingError: A compiler is not installed.
         UsageError: There is no such kernel type.
     """
     started = time.monotonic()
-    recipe = _recipe(candidate, archs, device, configs)
+    inner = None if backward is None else build(backward, archs=archs, device=device)
+    recipe = _recipe(candidate, archs, device, configs, backward, inner)
     folder = cache_root() / "builds" / recipe.id
     try:
         cached = folder_once(folder, lambda temporary: _make(recipe, temporary))
@@ -273,6 +276,7 @@ class Recipe:
     archs: tuple[str, ...]
     files: tuple[tuple[str, str], ...]  # the variant's Python files, with the id in place
     job: Job | None  # for compiled backends
+    inner: Built | None = None  # of the kernel of its gradients
 
 
 def _recipe(
@@ -280,13 +284,20 @@ def _recipe(
     archs: tuple[str, ...],
     device: str,
     configs: Sequence[Mapping[str, object]] = (),
+    backward: Candidate | None = None,
+    inner: Built | None = None,
 ) -> Recipe:
     type_ = find_type(candidate.kernel_type)
     domain = contract.check(candidate, type_)
     layers = layers_source(type_.name)
+    derivative = None
+    if backward is not None and inner is not None:
+        contract.check_backward(candidate, domain, backward)
+        derivative = variant.Derivative(kernel_type=find_type(backward.kernel_type), id=inner.id)
+        layers = variant.with_backward(layers) if layers is not None else None
     templates = {
         "__init__.py": variant.init_source(type_, layers),
-        "_ops.py": variant.ops_source(type_, candidate.backend, domain),
+        "_ops.py": variant.ops_source(type_, candidate.backend, domain, derivative),
     }
     if layers is not None:
         templates["layers.py"] = layers
@@ -314,7 +325,7 @@ def _recipe(
         (file, text.replace(variant.ID, id_) if file == "_ops.py" else text)
         for file, text in templates.items()
     )
-    return Recipe(id=id_, candidate=candidate, variant=name, archs=archs, files=files, job=job)
+    return Recipe(id=id_, candidate=candidate, variant=name, archs=archs, files=files, job=job, inner=inner)
 
 
 def _job(candidate: Candidate, archs: tuple[str, ...], device: str) -> Job:
@@ -371,6 +382,10 @@ def _make(recipe: Recipe, folder: Path) -> None:
     made.mkdir()
     for file, text in recipe.files:
         (made / file).write_text(text, encoding="utf-8")
+    if recipe.inner is not None:
+        shutil.copytree(
+            recipe.inner.path, made / recipe.inner.id, ignore=shutil.ignore_patterns("__pycache__")
+        )
     resources = Resources()
     if recipe.job is not None:
         with native.workplace(recipe.job, folder) as work:

@@ -259,34 +259,12 @@ def _write_variant(
     )
 
 
-_LOADER = '''
-import importlib.util
-import sys
-from pathlib import Path
-
-
-def _load(name):
-    """A kernel under its own name, by which it is loaded already where a package of its own brought it here."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / name / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-'''
-
-
 def _init_source(parts: Sequence[Part], layers: bool) -> str:
     """`__init__.py` of a bundle's variant: every kernel is loaded from its folder, none is changed."""
     names = [part.candidate.kernel_type for part in parts]
     lines = [
         f'"""{", ".join(names)}: each folder here is one kernel, as in a package of its own."""',
-        _LOADER,
+        variant.LOADER,
     ]
     lines.append("")
     lines += [f'_{part.candidate.kernel_type} = _load("{part.built.id}")' for part in parts]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from autokernel_hf.binding import launcher_prototype
 from autokernel_hf.errors import CandidateError
+from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels.base import REQUIRED, Arg, KernelType
 from autokernel_hf.records import Candidate
 from autokernel_hf.variant import Domain
@@ -30,6 +31,41 @@ def check(candidate: Candidate, kernel_type: KernelType) -> Domain:
     else:
         listed = _check_c(candidate, kernel_type)
     return _domain(listed, kernel_type)
+
+
+def check_backward(candidate: Candidate, domain: Domain, backward: Candidate) -> None:
+    """Hold a kernel of gradients against the kernel that it is for.
+
+    Args:
+        domain: What the candidate supports.
+
+    Raises:
+        CandidateError: It is of another kernel or backend, or supports less than the kernel does.
+    """
+    kernel_type = find_type(backward.kernel_type)
+    gradients = kernel_type.gradients
+    if gradients is None or gradients.forward != candidate.kernel_type:
+        raise CandidateError(
+            f"A {backward.kernel_type} computes no gradients of {candidate.kernel_type}.",
+            remedy=f"Use one of type {candidate.kernel_type}_backward.",
+        )
+    if backward.backend != candidate.backend:
+        raise CandidateError(
+            f"The kernel is a {candidate.backend} one, and that of its gradients a {backward.backend} one.",
+            remedy="Both must be of the same backend: they ship in one build variant.",
+        )
+    own = check(backward, kernel_type)
+    lacking = [f"dtype {d}" for d in domain.dtypes if d not in own.dtypes]
+    for name, supported in own.values.items():
+        wanted = domain.values.get(name, tuple(kernel_type.codes.get(name, ())))
+        lacking += [f"{name} {value}" for value in wanted if value not in supported]
+        if not wanted:
+            lacking.append(f"some {name}")
+    if lacking:
+        raise CandidateError(
+            f"The kernel of the gradients supports less than the kernel: not {', '.join(lacking)}.",
+            remedy="Narrow the kernel's own domain to what both support.",
+        )
 
 
 def declared_type(source: str, backend: str) -> str | None:

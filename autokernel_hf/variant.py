@@ -39,6 +39,42 @@ class Domain:
         return "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in listed.items())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivative:
+    """The kernel that computes a kernel's gradients.
+
+    Args:
+        kernel_type: Its type, `<type>_backward`.
+        id: The id of its build, whose folder lies in the variant.
+    """
+
+    kernel_type: KernelType
+    id: str
+
+
+# How a variant, or a bundle, reaches the folder of another kernel in its own.
+LOADER = '''
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def _load(name):
+    """A kernel under its own name, by which it is loaded already where a package of its own brought it here."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / name / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+'''
+
+
 def init_source(kernel_type: KernelType, layers: str | None) -> str:
     """`__init__.py` of a variant.
 
@@ -91,15 +127,26 @@ def _defined(source: str) -> set[str]:
     return names
 
 
-def ops_source(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
-    """`_ops.py` of a variant, with `ID` where the id belongs: the public function and all that torch must know of it."""
+def with_backward(layers: str) -> str:
+    """A `layers.py` whose classes say that they can be trained."""
+    return layers.replace("    has_backward = False\n", "    has_backward = True\n")
+
+
+def ops_source(
+    kernel_type: KernelType, backend: Backend, domain: Domain, derivative: Derivative | None = None
+) -> str:
+    """`_ops.py` of a variant, with `ID` where the id belongs: the public function and all that torch must know of it.
+
+    Args:
+        derivative: What computes the gradients; without it a call that needs one raises.
+    """
     parts = [
         _head(kernel_type, backend, domain),
         _refusals(kernel_type),
         *([_triton_operators(kernel_type)] if backend == "triton" else [_TRANSLATE]),
         _fake(kernel_type, backend),
-        _autograd(kernel_type),
-        _public(kernel_type, backend, domain),
+        _autograd(kernel_type, derivative),
+        _public(kernel_type, backend, domain, derivative is not None),
     ]
     return "\n\n".join(part.strip("\n") + "\n" for part in parts)
 
@@ -360,9 +407,77 @@ def _fake_output(kernel_type: KernelType, backend: Backend, output: Output, i: i
     yield f"out{i} = {first}.new_empty(({', '.join(terms)}{',' if terms else ''}), dtype={dtype})"
 
 
-def _autograd(kernel_type: KernelType) -> str:
-    """An autograd formula that raises: as an operator, so that torch.compile can trace it without running it."""
+def _autograd(kernel_type: KernelType, derivative: Derivative | None) -> str:
+    """The autograd formula, and the operators with and without it."""
     name = kernel_type.name
+    formula = _missing_formula(name) if derivative is None else _formula(kernel_type, derivative)
+    return f'''{formula}
+
+torch.library.register_autograd(add_op_namespace_prefix("{name}"), _backward, setup_context=_setup_context)
+# The formula is Python that torch enters at every call; the second operator is for calls that need no gradient.
+_library.impl("{name}{NO_GRAD}", torch.library.fallthrough_kernel, "Autograd")
+
+_op = torch.ops.{ID}.{name}.default
+_op_no_grad = torch.ops.{ID}.{name}{NO_GRAD}.default
+'''
+
+
+def _formula(kernel_type: KernelType, derivative: Derivative) -> str:
+    """A formula that calls the backward kernel, an operator as well, so that torch.compile traces it."""
+    gradients = derivative.kernel_type.gradients
+    assert gradients is not None and gradients.forward == kernel_type.name
+    args = kernel_type.schema.args
+    taken = derivative.kernel_type.schema.args
+    grads = [a.name for a in taken[: len(taken) - len(args)]]
+    kept = [a.name for a in args if a.is_tensor and a.name not in gradients.unread]
+    others = [a.name for a in args if not a.is_tensor]
+    passed = ", ".join([*grads, *(gradients.unread.get(a.name, a.name) for a in args)])
+    results = [f"d{name}" for name in gradients.of]
+    floating = {a.name for a in args if a.is_tensor} - set(gradients.of)
+    positions = {a.name: i for i, a in enumerate(args)}
+    lines = [
+        LOADER.strip("\n"),
+        "",
+        "",
+        f'_load("{derivative.id}")',
+        f"_gradients = torch.ops.{derivative.id}.{derivative.kernel_type.name}.default",
+        f"_gradients_no_grad = torch.ops.{derivative.id}.{derivative.kernel_type.name}{NO_GRAD}.default",
+        "",
+        "",
+        "def _setup_context(ctx, inputs, output):",
+        f"    {', '.join(a.name for a in args)}{',' if len(args) == 1 else ''} = inputs",
+        f"    ctx.save_for_backward({', '.join(kept)})",
+    ]
+    if others:
+        lines.append(f"    ctx.others = ({', '.join(others)},)")
+    lines += ["", "", f"def _backward(ctx, {', '.join(grads)}):"]
+    for name in sorted(floating, key=positions.__getitem__):
+        lines += [
+            f"    if ctx.needs_input_grad[{positions[name]}]:",
+            f'        raise RuntimeError("{kernel_type.name}: this kernel has no gradient for {name}")',
+        ]
+    lines.append(f"    {', '.join(kept)}{',' if len(kept) == 1 else ''} = ctx.saved_tensors")
+    if others:
+        lines.append(f"    {', '.join(others)}{',' if len(others) == 1 else ''} = ctx.others")
+    if gradients.unread:
+        lines.append(
+            f"    # Of {' and '.join(gradients.unread)} only shape and dtype matter: their gradients have the same."
+        )
+    returned = ", ".join(
+        f"d{a.name} if ctx.needs_input_grad[{i}] else None" if a.name in gradients.of else "None"
+        for i, a in enumerate(args)
+    )
+    lines += [
+        "    operator = _gradients if torch.is_grad_enabled() else _gradients_no_grad",
+        f"    {', '.join(results)} = operator({passed})",
+        f"    return {returned}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _missing_formula(name: str) -> str:
+    """A formula that raises: as an operator, so that torch.compile can trace it without running it."""
     return f'''
 # Without a formula, gradients would be silently wrong.
 _library.define("missing_backward(Tensor grad, SymInt[] size, ScalarType dtype) -> Tensor")
@@ -391,18 +506,10 @@ def _backward(ctx, *grads):
         torch.ops.{ID}.missing_backward.default(grads[0], *like) if like is not None and needed else None
         for like, needed in zip(ctx.likes, ctx.needs_input_grad)
     )
-
-
-torch.library.register_autograd(add_op_namespace_prefix("{name}"), _backward, setup_context=_setup_context)
-# The formula is Python that torch enters at every call; the second operator is for calls that need no gradient.
-_library.impl("{name}{NO_GRAD}", torch.library.fallthrough_kernel, "Autograd")
-
-_op = torch.ops.{ID}.{name}.default
-_op_no_grad = torch.ops.{ID}.{name}{NO_GRAD}.default
 '''
 
 
-def _public(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
+def _public(kernel_type: KernelType, backend: Backend, domain: Domain, trained: bool) -> str:
     schema = kernel_type.schema
     compiled = backend != "triton"
     first = kernel_type.lead
@@ -417,7 +524,7 @@ def _public(kernel_type: KernelType, backend: Backend, domain: Domain) -> str:
         f"def {schema.name}({typed}) -> {result}:",
         f'    """{schema.text}',
         "",
-        "    Outputs are new and contiguous. Without a backward.",
+        f"    Outputs are new and contiguous. {'Gradients come from a kernel, too' if trained else 'Without a backward'}.",
         "",
         "    Raises:",
         f"        NotImplementedError: Outside of the kernel's domain ({domain.text}).",

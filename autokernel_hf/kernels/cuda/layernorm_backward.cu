@@ -152,7 +152,7 @@ struct Input {
 // `blockDim.y` rows at once, of one warp each. A block goes through rows with a step, the next one on its way while one
 // is summed up, and keeps its share of the parameters' gradients in registers.
 template <typename T, int V, int HELD>
-__global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxThreads)
+__global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxThreads, 1)
     held_rows(Input grads, Input xs, Parameter weight, float eps, float offset, T *__restrict__ dx,
               float *__restrict__ shares, bool want_weight, bool want_bias, int64_t M, int N, float inverse) {
   constexpr int K = kLayer ? 3 : 2;
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxTh
 
 // Rows of any length: a block reads one three times (four times, for a layer norm) and notes its mean and scale.
 template <typename T, int V>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     streamed_rows(Input grads, Input xs, Parameter weight, float eps, float offset, T *__restrict__ dx,
                   float *__restrict__ moments, int64_t M, int64_t N) {
   constexpr int K = kLayer ? 3 : 2;
