@@ -51,6 +51,7 @@ def examine() -> list[Check]:
         lambda: _program("git", "install git: a run keeps its experiments in it"),
         _nvcc,
         _gpu,
+        _ncu,
         _openmp,
         _isolation,
         _cache,
@@ -154,6 +155,20 @@ def _nvcc() -> Check:
     done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     release = next((line for line in done.stdout.splitlines() if "release" in line), path)
     return Check(name="nvcc", ok=True, detail=release.strip())
+
+
+def _ncu() -> Check:
+    from autokernel_hf.counters import find_ncu
+
+    path = find_ncu()
+    if path is None:
+        return Check(
+            name="ncu",
+            ok=False,
+            detail="not found: diagnoses go without hardware counters",
+            remedy="Install nsight-compute of the CUDA toolkit, if you want them.",
+        )
+    return Check(name="ncu", ok=True, detail=_version(path))
 
 
 def _gpu() -> Check:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from autokernel_hf import llm_account, llm_proposer, worker
 from autokernel_hf.agent import Context, Playbook, Proposer
+from autokernel_hf.archive import cell_of
 from autokernel_hf.errors import AutokernelError, UsageError
 from autokernel_hf.extract import extract, starters
 from autokernel_hf.figures import scores_of
@@ -39,6 +40,7 @@ from autokernel_hf.records import (
     TargetResult,
     Verification,
     Winner,
+    Workload,
 )
 from autokernel_hf.runs import Run, RunSettings
 from autokernel_hf.search import Diagnose, Judging, Limits, Search, Stop
@@ -423,7 +425,7 @@ def searching(
             ahead=ahead,
             depth=depth,
             decide=_decide,
-            diagnose=_diagnoser(run),
+            diagnose=_diagnoser(run, look=True),
             limits=limits_of(run.settings),
             progress=progress,
         )
@@ -490,13 +492,38 @@ def _decide(evaluation: Evaluation) -> tuple[Decision, str]:
     return decide(evaluation)
 
 
-def _diagnoser(run: Run) -> Diagnose:
-    """The diagnosis of a run's kernels, against ceilings that a worker measured: this process has no device context."""
+def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
+    """The diagnosis of a run's kernels, against ceilings that a worker measured: this process has no device context.
+
+    Args:
+        look: Whether hardware counters are read where the time alone does not tell what a kernel waits for. That takes
+            the device for some seconds, so it is done once for a kind of candidate; what was read stays in the run.
+    """
+    from autokernel_hf.counters import Counters, NoCountersError
+    from autokernel_hf.counters import read as read_counters
     from autokernel_hf.diagnose import diagnose
     from autokernel_hf.gpu import Ceilings
     from autokernel_hf.kernels import kernel_type
 
-    def explain(target: Target, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
+    refused: list[str] = []  # why there are no counters on this machine, once that is known
+
+    def counters_of(target: Target, candidate: Candidate, workload: Workload) -> Counters | None:
+        cell = cell_of(candidate)
+        path = run.path / "counters" / f"{target.name}-{candidate.backend}-{cell.strategy}.json"
+        if path.exists():
+            return Counters.load(path)
+        if not look or refused:
+            return None
+        try:
+            found = read_counters(candidate, workload, target.device)
+        except NoCountersError as error:
+            refused.append(error.message)
+            logger.log(NOTE, "The diagnosis goes without hardware counters. %s", error)
+            return None
+        found.save(path)
+        return found
+
+    def explain(target: Target, candidate: Candidate, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
         workload = max(target.workloads, key=lambda w: w.share)
         timed = next((w for w in evaluation.workloads if w.label == workload.label), None)
         if timed is None or timed.latency_us is None:
@@ -504,14 +531,19 @@ def _diagnoser(run: Run) -> Diagnose:
         path = run.path / "ceilings.json"
         if not path.exists():
             worker.call("ceilings", worker.CeilingsRequest(device=target.device), Ceilings).save(path)
-        found = diagnose(
-            kernel_type(target.kernel_type),
-            workload,
-            timed.latency_us,
-            Ceilings.load(path),
-            evaluation.resources,
-        )
-        return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}"
+        ceilings = Ceilings.load(path)
+        type_ = kernel_type(target.kernel_type)
+        found = diagnose(type_, workload, timed.latency_us, ceilings, evaluation.resources)
+        lacking = ""
+        if found.bound in ("latency", "underutilized") and target.device.startswith("cuda"):
+            counters = counters_of(target, candidate, workload)
+            if counters is not None:
+                found = diagnose(type_, workload, timed.latency_us, ceilings, evaluation.resources, counters)
+                if counters.digest != candidate.digest:
+                    lacking = " (counted for other constants of the same file)"
+            elif refused:
+                lacking = f"; no hardware counters: {refused[0].rstrip('.')}"
+        return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}{lacking}"
 
     return explain
 

@@ -58,8 +58,8 @@ class Judging(Protocol):
 
 Decide = Callable[[Evaluation], tuple[Decision, str]]
 Ahead = Callable[[Candidate], bool]
-Diagnose = Callable[[Target, Evaluation], tuple[tuple[str, ...], str]]
-"""(target, the incumbent's evaluation) -> (kinds of tunables to try first, what bounds it in words)."""
+Diagnose = Callable[[Target, Candidate, Evaluation], tuple[tuple[str, ...], str]]
+"""(target, incumbent, its evaluation) -> (kinds of tunables to try first, what bounds it in words)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ class Search:
         prescriptions: tuple[str, ...] = ()
         bound = "not known yet"
         if evaluation is not None and evaluation.workloads:
-            prescriptions, bound = self.diagnose(self.target, evaluation)
+            prescriptions, bound = self.diagnose(self.target, incumbent, evaluation)
         right = {e.experiment: self._source(e) for e in attempts if scores[e.experiment] is not None}
         found = elites(attempts, scores, right)
         return Context(

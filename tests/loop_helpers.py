@@ -101,7 +101,7 @@ def decide(evaluation: Evaluation) -> tuple[Decision, str]:
     return ("keep", "faster") if interval[0] > 1.01 else ("revert", "not faster")
 
 
-def diagnose(target: Target, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
+def diagnose(target: Target, candidate: Candidate, evaluation: Evaluation) -> tuple[tuple[str, ...], str]:
     return ("memory",), "memory-bound in this test"
 
 

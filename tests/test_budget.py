@@ -192,7 +192,7 @@ def confirmed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(pipeline, "starters", starters)
     monkeypatch.setattr(pipeline, "_judge_on", judge_on)
     monkeypatch.setattr(pipeline, "_decide", decide)
-    monkeypatch.setattr(pipeline, "_diagnoser", lambda run: diagnose)
+    monkeypatch.setattr(pipeline, "_diagnoser", lambda run, **_: diagnose)
     return count
 
 

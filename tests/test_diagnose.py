@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autokernel_hf.counters import Counters
 from autokernel_hf.diagnose import diagnose
 from autokernel_hf.gpu import Bandwidth
 from autokernel_hf.kernels import kernel_type
@@ -82,6 +83,55 @@ def test_on_a_cpu_the_roof_is_that_of_the_footprint() -> None:
     assert diagnose(activation, in_cache, 50.0, ceilings()).bound == "latency"
     assert diagnose(activation, in_cache, 12.0, ceilings()).bound == "memory"
     assert diagnose(activation, beyond, 2000.0, ceilings()).bound == "memory"
+
+
+FAR = 400.0  # us, where the memory allows 67
+LEAST = float(RMSNORM.bytes_moved(LARGE_NORM))
+
+
+def counters(**values: object) -> Counters:
+    return Counters(kernels=(("k", 2),), us=FAR, **values)
+
+
+def test_counters_tell_a_kernel_that_moves_too_much_from_one_that_waits() -> None:
+    assert diagnose(RMSNORM, LARGE_NORM, FAR, H200, Resources()).bound == "latency"
+    busy = counters(dram_pct=84.0, dram_bytes=4.9 * LEAST, waves=6.0)
+    found = diagnose(RMSNORM, LARGE_NORM, FAR, H200, Resources(), busy)
+    assert found.bound == "memory" and found.prescriptions[0] == "algorithm"
+    assert "4.9 times the least bytes" in found.reasons[0]
+    assert (
+        "by hardware counters over 2 launches: 4.90 times the least bytes moved, 84 % of the memory's peak"
+        in found.evidence
+    )
+    busy = counters(sm_pct=20.0, tensor_pct=71.0, dram_bytes=LEAST)
+    assert diagnose(RMSNORM, LARGE_NORM, FAR, H200, Resources(), busy).bound == "compute"
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "said"),
+    [
+        ({"stalls": (("long_scoreboard", 0.7), ("barrier", 0.2))}, "memory", "70 % of the waiting is for global or local memory"),
+        ({"stalls": (("long_scoreboard", 0.7),), "occupancy_pct": 12.0}, "block", "12 % of the warps that fit"),
+        ({"stalls": (("barrier", 0.5),)}, "launch", "50 % of the waiting is for barriers"),
+        ({"stalls": (("short_scoreboard", 0.5),), "conflict_pct": 45.0}, "memory", "bank conflicts"),
+        ({"stalls": (("wait", 0.5),)}, "compute", "fixed latencies"),
+        ({"used_pct": 25.0}, "memory", "25 % of the bytes that loads move are asked for"),
+        ({"local_bytes": 4096.0}, "block", "4096 bytes go to spilled registers"),
+    ],
+)  # fmt: skip
+def test_what_warps_wait_for_comes_first(values: dict[str, object], first: str, said: str) -> None:
+    found = diagnose(RMSNORM, LARGE_NORM, FAR, H200, Resources(), counters(**values))
+    assert found.bound == "latency"
+    assert found.prescriptions[0] == first and said in found.reasons[0]
+    assert len(set(found.prescriptions)) == len(found.prescriptions) == len(found.reasons)
+
+
+def test_counters_leave_what_the_time_tells_alone() -> None:
+    idle = counters(dram_pct=5.0, waves=0.1)
+    assert diagnose(RMSNORM, LARGE_NORM, 80.0, H200, Resources(), idle).bound == "memory"
+    tiny = RMSNORM.build({"M": 4, "N": 512}, "bfloat16", {})
+    assert diagnose(RMSNORM, tiny, 4.0, H200, Resources(), idle).bound == "launch"
+    assert diagnose(RMSNORM, LARGE_NORM, FAR, H200, Resources(), idle).bound == "underutilized"
 
 
 def test_every_prescription_is_a_kind_of_tunable_with_its_reason() -> None:
