@@ -152,7 +152,7 @@ KERNEL_TYPE = KernelType(
         "by its size, a sum of V terms in any order and a quotient), and a difference from 1 whose rounding counts as often "
         "as 1 is large against the mean size of a row, sqrt(V)",
     ),
-    flops=lambda workload: 6.0 * math.prod(workload.tensor("logits").shape),
+    flops=lambda workload: 4.0 * math.prod(workload.tensor("logits").shape),
     bytes_moved=lambda workload: bytes_of(workload, ("grad", "logits", "target"), ("logits",)),
     cut=lambda workload: ("grad", "logits", "target") if workload.arg("reduction") == "none" else (),
     impostors_exempt=_exempt,

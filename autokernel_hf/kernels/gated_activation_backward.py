@@ -138,7 +138,7 @@ KERNEL_TYPE = KernelType(
         why="one rounding to the output's dtype (torch makes several); before it, in fp32, an exponential (2 ulp), a "
         "quotient, and a sum and six products of numbers no larger than the slope's largest",
     ),
-    flops=lambda workload: 8.0 * math.prod(workload.tensor("gate").shape),
+    flops=lambda workload: 4.0 * math.prod(workload.tensor("gate").shape),
     bytes_moved=lambda workload: bytes_of(workload, ("grad", "gate", "up"), ("gate", "up")),
     impostors_exempt=_exempt,
     cut=lambda workload: ("grad", "gate", "up") if len(workload.tensor("gate").shape) > 1 else (),

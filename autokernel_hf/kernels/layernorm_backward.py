@@ -116,7 +116,7 @@ KERNEL_TYPE = KernelType(
         "counts as often as it is large against the spread, a third sum of N terms, and for the parameters' gradients a sum "
         "over all rows, each in any order",
     ),
-    flops=lambda workload: 14.0 * math.prod(workload.tensor("x").shape),
+    flops=lambda workload: 8.0 * math.prod(workload.tensor("x").shape),
     bytes_moved=lambda workload: bytes_of(workload, ("grad", "x", "weight"), ("x", "weight", "bias")),
     impostors_exempt=_exempt,
     merges_rows=True,

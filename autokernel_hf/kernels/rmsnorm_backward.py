@@ -110,7 +110,7 @@ KERNEL_TYPE = KernelType(
         why="one rounding to the output's dtype; before it, in fp32, the norm's own sum of N squares, a second sum of N "
         "products, and for the weight's gradient a sum over all rows, each in any order",
     ),
-    flops=lambda workload: 10.0 * math.prod(workload.tensor("x").shape),
+    flops=lambda workload: 6.0 * math.prod(workload.tensor("x").shape),
     bytes_moved=lambda workload: bytes_of(workload, ("grad", "x", "weight"), ("x", "weight")),
     impostors_exempt=_exempt,
     merges_rows=True,

@@ -116,7 +116,7 @@ KERNEL_TYPE = KernelType(
         why="one rounding to the output's dtype; before it, in fp32, a softmax (the rounding of x - max, which exp magnifies "
         "by its size, a sum of N terms in any order and a quotient), a second sum of N products, a difference and a product",
     ),
-    flops=lambda workload: 7.0 * math.prod(workload.tensor("x").shape),
+    flops=lambda workload: 5.0 * math.prod(workload.tensor("x").shape),
     bytes_moved=lambda workload: bytes_of(workload, ("grad", "x"), ("x",)),
     impostors_exempt=_exempt,
     cut=lambda workload: ("grad", *FORWARD.cut(workload)) if FORWARD.cut(workload) else (),
