@@ -32,7 +32,7 @@ spec = importlib.util.spec_from_file_location("op", "autokernel_hf/kernels/trito
 op = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(op)
 driver = precompile.StillDriver(GPUTarget("cuda", 90, 32), precompile._Utils({"max_shared_mem": 232448}), None)
-precompile.side_by_side(op.kernel_fn, calls, driver, processes, close=socket.socket().detach())
+precompile.side_by_side(op.kernel_fn, calls, driver, processes, close=socket.socket().detach(), limit_s=500)
 """
 
 
@@ -62,12 +62,11 @@ def test_copies_compile_what_the_calls_need_into_one_cache(tmp_path: Path) -> No
 
 
 def test_a_copy_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompile, "_LONGEST_S", 0.3)
     monkeypatch.setattr(precompile, "compile_calls", lambda *_: time.sleep(60))
     ours, theirs = socket.socketpair()
     driver = precompile.StillDriver(None, precompile._Utils({}), None)
     began = time.monotonic()
-    precompile.side_by_side(lambda: None, [], driver, 2, close=theirs.fileno())
+    precompile.side_by_side(lambda: None, [], driver, 2, close=theirs.fileno(), limit_s=0.3)
     assert time.monotonic() - began < 5
     theirs.close()
     assert ours.recv(1) == b"", "no copy holds the channel"

@@ -191,7 +191,7 @@ class _Worker:
         """Have copies of this process compile what calls need; the calls are not made."""
         assert self.arena is not None
         if self.kernel_fn is not None and self.arena.memory.device.type == "cuda":
-            self._compile_apart(request["calls"])
+            self._compile_apart(request["calls"], request["limit_s"])
         return {}
 
     def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +210,17 @@ class _Worker:
             torch.cuda.synchronize()
         return {}
 
-    def _compile_apart(self, calls: list[precompile.Call]) -> None:
+    def do_launches(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The digest of what a Triton candidate launches in these calls; none where that cannot be told."""
+        assert self.kernel_fn is not None
+        with contextlib.suppress(Exception):  # the call that counts will raise it again
+            calls = [self._arguments(args) for args in request["calls"]]
+            digest = launches.digest_of(self.kernel_fn, calls)
+            torch.cuda.synchronize()
+            return {"digest": digest}
+        return {"digest": None}
+
+    def _compile_apart(self, calls: list[precompile.Call], limit_s: float) -> None:
         """Have what calls need compiled side by side; without it the calls compile themselves."""
         assert self.kernel_fn is not None
         from triton.runtime import driver
@@ -222,7 +232,8 @@ class _Worker:
             traceback.print_exc()
             return
         if still is not None:
-            precompile.side_by_side(self.kernel_fn, calls, still, processes, close=self.channel.fileno())
+            close = self.channel.fileno()
+            precompile.side_by_side(self.kernel_fn, calls, still, processes, close=close, limit_s=limit_s)
 
     def do_call(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call once, and copy the outputs to their slots; before that once between guard bands, where asked to."""

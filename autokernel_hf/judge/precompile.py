@@ -35,7 +35,6 @@ from autokernel_hf.records import TensorSpec
 
 _MOST_PROCESSES = 16
 _MEMORY_SHARE = 0.3  # of what is free, that copies may seem to take
-_LONGEST_S = 60.0
 _POLL_S = 0.01
 
 Call = list[list[Any]]
@@ -101,12 +100,19 @@ class Claims:
 
 
 def side_by_side(
-    kernel_fn: Callable[..., Any], calls: Sequence[Call], driver: StillDriver, processes: int, *, close: int
+    kernel_fn: Callable[..., Any],
+    calls: Sequence[Call],
+    driver: StillDriver,
+    processes: int,
+    *,
+    close: int,
+    limit_s: float,
 ) -> None:
     """Compile what the calls need, and wait for it.
 
     Args:
         close: A descriptor that is not for the copies.
+        limit_s: When copies that are not done are ended.
     """
     folder = Path(tempfile.mkdtemp(prefix="compile-"))
     ordered = sorted(calls, key=_widest, reverse=True)
@@ -124,7 +130,7 @@ def side_by_side(
             finally:
                 os._exit(0)
         pids.append(pid)
-    until = time.monotonic() + _LONGEST_S
+    until = time.monotonic() + limit_s
     while pids and time.monotonic() < until:
         time.sleep(_POLL_S)
         pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0]

@@ -499,9 +499,11 @@ class Referee:
         try:
             start_compile(child, distinct)
             meanwhile()
-            placed = write_calls(child, ((w, self.bench.fresh(w)) for w in distinct))
+            if len(distinct) > 1:  # one alone might as well be the call that counts
+                placed = write_calls(child, ((w, self.bench.fresh(w)) for w in distinct))
             child.finish_compile()
-            child.warm([p.arguments for p in placed])
+            if len(distinct) > 1:
+                child.warm([p.arguments for p in placed])
         except Failed as failed:
             raise Failed(failed.status, f"{failed.what} (while its variants were compiled)") from None
 

@@ -18,6 +18,7 @@ from autokernel_hf.judge.turn import Times
 from autokernel_hf.records import BenchStatus, Built, Candidate
 
 _BUILD_TIMEOUT_S = 330.0  # above the compiler's own limit
+_COMPILE_LIMIT_S = 60.0  # for the variants of a Triton candidate; what is not done by then, its calls do
 _START_TIMEOUT_S = 60.0
 _CLOCK_SLACK_NS = 2_000_000  # the clocks of two processes are one; some hypervisors scale it for each
 _LAST_WORDS_S = 2.0  # a process that is ending needs a moment until its end is known
@@ -255,7 +256,8 @@ class Child(Process):
 
     def start_compile(self, calls: Sequence[Sequence[tuple[str, object]]]) -> None:
         """Have it compile what these calls need, side by side, without making them; the answer is for `finish_compile`."""
-        self._send({"op": "compile", "calls": [_wire(args) for args in calls]})
+        limit_s = min(self.timeout_s, _COMPILE_LIMIT_S)
+        self._send({"op": "compile", "calls": [_wire(args) for args in calls], "limit_s": limit_s})
 
     def finish_compile(self) -> None:
         """Wait for it.
@@ -263,7 +265,7 @@ class Child(Process):
         Raises:
             Failed: It crashed or hung. What does not compile is left for the call that counts.
         """
-        self._receive(_BUILD_TIMEOUT_S)
+        self._receive(_COMPILE_LIMIT_S + self.timeout_s)
 
     def warm(self, calls: Sequence[Sequence[tuple[str, object]]]) -> None:
         """Have it make these calls side by side, their results dropped, so that what they need is loaded later.
@@ -271,7 +273,21 @@ class Child(Process):
         Raises:
             Failed: It crashed or hung. What a call raises is left for the call that counts.
         """
-        self._command({"op": "warm", "calls": [_wire(args) for args in calls]}, _BUILD_TIMEOUT_S)
+        # Where there is one core alone, they compile everything themselves.
+        limit_s = _COMPILE_LIMIT_S + self.timeout_s
+        self._command({"op": "warm", "calls": [_wire(args) for args in calls]}, limit_s)
+
+    def launches(self, calls: Sequence[Sequence[tuple[str, object]]]) -> str | None:
+        """The digest of what a Triton candidate launches in these calls, as its own process tells it.
+
+        Raises:
+            Failed: It crashed, hung, or reported nonsense.
+        """
+        reply = self._command({"op": "launches", "calls": [_wire(args) for args in calls]}, self.timeout_s)
+        digest = reply.get("digest")
+        if digest is not None and not (isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{64}", digest)):
+            raise self._forged()
+        return digest
 
     def start_call(
         self,

@@ -51,6 +51,7 @@ class Request:
 
     Args:
         peers: Whether to time every peer, not only eager and the incumbent.
+        known: Machine code (`Evaluation.machine_code`) that was judged before and is not to be judged again.
         asked_at: When it was asked for, by the system's monotonic clock: what passes before the referee takes it up is
             part of what an evaluation takes.
     """
@@ -61,4 +62,5 @@ class Request:
     all_stages: bool = False
     peers: bool = False
     confirm: bool = False
+    known: frozenset[str] = frozenset()
     asked_at: float = 0.0

@@ -23,6 +23,7 @@ from autokernel_hf.kernels import kernel_type, starter
 from autokernel_hf.kernels.base import DTYPES, REQUIRED, make_inputs, with_layout
 from autokernel_hf.records import Candidate, TensorSpec, Workload
 from autokernel_hf.variant import Domain
+from tests.kernels.compile_ahead import compile_ahead
 
 TYPES = ("activation", "gated_activation", "layernorm", "rmsnorm", "add_norm", "softmax")
 ARCHS = (80, 90, 100)
@@ -235,7 +236,9 @@ def test_starter_is_right_on_a_gpu(name: str, tmp_path: Path) -> None:
     kind, module = kernel_type(name), load(name, tmp_path)
     scope = Scope(kernel_type=kind, workloads=kind.workloads["cuda"], dtypes=kind.dtypes)
     domain = Domain(dtypes=kind.dtypes, values={})
-    for case in (case for stage in STAGES for case in cases_of(stage, scope, domain)):
+    cases = [case for stage in STAGES for case in cases_of(stage, scope, domain)]
+    compile_ahead(module.kernel_fn, (case.workload for case in cases))
+    for case in cases:
         args = make_inputs(kind, case.workload, 31, "cuda")
         outputs = module.kernel_fn(**args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
