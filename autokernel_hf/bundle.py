@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from autokernel_hf.export_hf import (
     refuse_unfit,
     tell_replaced,
     variants_of,
+    write_backward_sources,
 )
 from autokernel_hf.records import (
     Built,
@@ -55,12 +56,14 @@ class Part:
     Args:
         evaluation: What the judge said of it, where it was asked.
         commit: The commit of the run's repository that holds the candidate.
+        backward: The kernel of the gradients, with which `built` was built.
     """
 
     candidate: Candidate
     built: Built
     evaluation: Evaluation | None = None
     commit: str | None = None
+    backward: card.Backward | None = None
 
 
 def stage_bundle(
@@ -129,6 +132,7 @@ def write_bundle_card(
             candidate=part.candidate,
             builts=(part.built,),
             license=license,
+            backward=part.backward,
             evaluation=part.evaluation,
             verification=verification,
             profile=profile,
@@ -155,24 +159,28 @@ def export_files(
     archs: Sequence[str] = (),
     device: str = "cpu",
     out: Path = Path("packages"),
+    backwards: Mapping[str, Candidate] | None = None,
 ) -> Package:
     """One package from several candidate files, with a card that says they were not part of a run.
 
     Args:
         archs: CUDA architectures, as the Hub writes them; that of the GPU here where empty.
+        backwards: The kernels of gradients, by the type whose gradients they compute.
 
     Raises:
         AutokernelError: A candidate breaks its contract or does not compile, or the package is refused.
     """
     if archs and not any(candidate.backend == "cuda" for candidate in candidates):
         raise CandidateError("None of these kernels is a CUDA one.", remedy="Leave --archs away.")
-    parts = [
-        Part(
-            candidate=candidate,
-            built=build(candidate, archs=tuple(archs) if candidate.backend == "cuda" else (), device=device),
-        )
-        for candidate in candidates
-    ]
+    parts = []
+    for candidate in candidates:
+        own = tuple(archs) if candidate.backend == "cuda" else ()
+        backward = (backwards or {}).get(candidate.kernel_type)
+        shipped = None
+        if backward is not None:
+            shipped = card.Backward(candidate=backward, id=build(backward, archs=own, device=device).id)
+        built = build(candidate, archs=own, device=device, backward=backward)
+        parts.append(Part(candidate=candidate, built=built, backward=shipped))
     package = stage_bundle(
         parts, name=chosen_name(name, None, out), version=version, license=license, out=out
     )
@@ -202,7 +210,14 @@ def _variants(parts: Sequence[Part]) -> list[tuple[str, str]]:
     compiled = [part for part in parts if part.candidate.backend != "triton"]
     triton = [part for part in parts if part.candidate.backend == "triton"]
     if not compiled:
-        each = [variants_of(part.built, part.candidate) for part in triton]
+        each = [
+            variants_of(
+                part.built,
+                part.candidate,
+                backward=part.backward.candidate if part.backward is not None else None,
+            )
+            for part in triton
+        ]
         return [found for found in each[0] if all(found in others for others in each)]
     names = list(dict.fromkeys(part.built.variant for part in compiled))
     backends = {packages.backend_of_variant(name) for name in names}
@@ -323,3 +338,5 @@ def _write_sources(part: Part, folder: Path, name: str, version: int, license: s
     for path, text in files.items():
         shared = path.startswith(_SHARED_FOLDERS)
         write_atomically(folder / path if shared else folder / "sources" / kind / path, text)
+    if part.backward is not None:
+        write_backward_sources(part.backward.candidate, folder, name, version, license, part.built.archs)

@@ -73,11 +73,26 @@ def repo_placeholder(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """The kernel of a kernel's gradients, as it ships.
+
+    Args:
+        id: Of its build, whose folder lies in the package's variants.
+        evaluation: What the judge said of it, where it was asked.
+    """
+
+    candidate: Candidate
+    id: str
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """All that a card is made from; what is None was not there.
 
     Args:
         builts: The builds that the package ships; the first is the one that was judged.
+        backward: What computes the gradients.
         device: Where the evaluation's figures are from.
         commit: The commit of the run that holds the candidate.
     """
@@ -86,6 +101,7 @@ class Facts:
     candidate: Candidate
     builts: tuple[Built, ...]
     license: str
+    backward: Backward | None = None
     evaluation: Evaluation | None = None
     verification: Verification | None = None
     profile: Profile | None = None
@@ -151,7 +167,7 @@ def plot_rows(parts: Sequence[Facts]) -> list[card_plot.Row]:
 
 
 # What a bundle's card tells of each kernel, and not of all together.
-_PART_PROVENANCE = ("kernel type", "source (SHA-256)", "commit of the run")
+_PART_PROVENANCE = ("kernel type", "source (SHA-256)", "gradients", "commit of the run")
 
 
 def _bundle_summary(parts: Sequence[Facts]) -> str:
@@ -234,6 +250,8 @@ def _rendered(template: str, parts: Sequence[Facts], **more: object) -> str:
         chosen_by_model=bool({layer.name for layer in hooked} & _layers_of_model(facts.profile)),
         marked=[layer for layer in layers if layer.marked_by is not None],
         unusable=[n for n in packages.layer_names(folder) if n not in usable],
+        training=_training(parts),
+        backwards=[f.backward.candidate.kernel_type for f in parts if f.backward is not None],
         layer_table=_table(
             ("layer", "hook", "replaces the forward of"),
             [(f"`{x.name}`", f"`{x.hook}`", docs.get(x.name, "")) for x in layers],
@@ -340,8 +358,8 @@ def _layer_docs(variant: Path, function: str) -> dict[str, str]:
 
 def _variant_row(variant: packages.Variant, facts: Facts) -> tuple[str, str, str]:
     name, metadata = variant.name, variant.metadata
-    # A build for more architectures is another binary than the judged one, if from the same source.
-    same = metadata.id == facts.builts[0].id
+    # A build for more architectures, or with a backward, is another binary than the judged one, if from the same source.
+    same = metadata.id == facts.builts[0].id and facts.backward is None
     judged = same and facts.evaluation is not None and facts.evaluation.status == "passed"
     device = _device(facts)
     here = f"judged on {device.name}" if judged and device is not None else "judged" if judged else "built"
@@ -374,7 +392,13 @@ def _built_how(facts: Facts, variants: Sequence[packages.Variant]) -> str:
         text = f"A Triton kernel has nothing compiled in it: the variants hold the source{judged}."
         return text + _tuned(packages.configs(variants[0].path))
     ids = {v.metadata.id for v in variants}
-    if facts.builts[0].id in ids and facts.evaluation is not None:
+    if facts.backward is not None and facts.evaluation is not None:
+        own = facts.backward
+        same = own.evaluation is not None and own.evaluation.built_id == own.id
+        relation = " The kernel was built again, from the judged source, together with its gradients'" + (
+            ", whose folder is, byte for byte, what was judged." if same else "."
+        )
+    elif facts.builts[0].id in ids and facts.evaluation is not None:
         relation = " What is here is, byte for byte, what was judged."
     elif facts.evaluation is not None:
         relation = f" It was built again, from the judged source, for more architectures than the judged `{facts.builts[0].id}`."
@@ -546,6 +570,7 @@ def _verified(verification: Verification | None, profile: Profile | None) -> _Ve
 def _numerics(facts: Facts, kernel_type: KernelType) -> Iterable[str]:
     evaluation = facts.evaluation
     yield f"Tolerance: {kernel_type.tolerance.why}."
+    yield from _numerics_of_gradients(facts)
     if evaluation is None:
         yield "Not judged: exported from a file, without a run."
         return
@@ -558,8 +583,43 @@ def _numerics(facts: Facts, kernel_type: KernelType) -> Iterable[str]:
         yield f"{w.shape} {w.dtype}: largest error {w.max_abs_error:.3g}{ratio}."
 
 
+def _numerics_of_gradients(facts: Facts) -> Iterable[str]:
+    if facts.backward is None:
+        return
+    judged = facts.backward.evaluation
+    yield f"Gradients, tolerance: {find_type(facts.backward.candidate.kernel_type).tolerance.why}."
+    if judged is None:
+        yield "Gradients: not judged."
+        return
+    told = ", ".join(f"{name} {getattr(judged.stages, name)}" for name in type(judged.stages).model_fields)
+    yield f"Gradients, judged against a float64 oracle by themselves: {told}."
+    for w in judged.workloads:
+        if w.latency_us is not None:
+            against = f"; {_speedup(w.speedup, w.ci95)} against {w.baseline}" if w.baseline else ""
+            yield f"Gradients, {w.shape} {w.dtype}: {_time(w.latency_us)}{against}."
+
+
+def _training(parts: Sequence[Facts]) -> str:
+    """What layers say of training, and whether it is so."""
+    trained = [f.candidate.kernel_type for f in parts if f.backward is not None]
+    if not trained:
+        return "`has_backward` is False: they are for inference (`Mode.INFERENCE`)."
+    if len(trained) == len(parts):
+        return "`has_backward` is True: gradients come from a kernel, too, so they can be trained (`Mode.TRAINING`)."
+    named = ", ".join(f"`{name}`" for name in trained)
+    return f"`has_backward` is True for those of {named}, and False for the others, which are for inference."
+
+
 def _limits(facts: Facts, variants: Sequence[packages.Variant]) -> Iterable[str]:
-    yield "No backward: a call that needs a gradient raises instead of being silently wrong."
+    name = facts.candidate.kernel_type
+    gradients = find_type(facts.backward.candidate.kernel_type).gradients if facts.backward else None
+    if gradients is None:
+        yield f"`{name}` has no backward: a call that needs a gradient raises instead of being silently wrong."
+    else:
+        yield (
+            f"`{name}` has gradients of {', '.join(gradients.of)}, and of no other argument; a call that needs another, or "
+            "a second derivative, raises instead of being silently wrong."
+        )
     yield "Outputs are new and contiguous; inputs may have any strides."
     if facts.candidate.backend == "triton":
         yield "Without a GPU the package loads and its functions fail, except in Triton's interpreter."
@@ -574,6 +634,9 @@ def _provenance(facts: Facts) -> Iterable[tuple[str, str]]:
     shipped = packages.read_variants(Path(facts.package.path))
     yield "id", ", ".join(dict.fromkeys(f"`{variant.metadata.id}`" for variant in shipped))
     yield "source (SHA-256)", f"`{facts.candidate.digest}`"
+    if facts.backward is not None:
+        own = facts.backward
+        yield "gradients", f"`{own.candidate.kernel_type}`, `{own.id}`, source `{own.candidate.digest}`"
     yield "made by", f"autokernel_hf {__version__}"
     model = facts.profile.model if facts.profile is not None else None
     if model is not None:

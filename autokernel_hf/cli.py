@@ -391,6 +391,12 @@ def export(
         str | None, typer.Option(metavar="8.0,9.0a", help="GPU architectures to build for, for a CUDA file.")
     ] = None,
     bundle: Annotated[bool, typer.Option("--bundle", help="All kernels in one package.")] = False,
+    backward: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|starter", help="A kernel of gradients to ship with its kernel; may be repeated."
+        ),
+    ] = None,
     license: Annotated[str, typer.Option(help="Licence.")] = "Apache-2.0",
     out: Annotated[Path, typer.Option(help="Where packages are written.")] = Path("packages"),
     json: Json = False,
@@ -403,7 +409,14 @@ def export(
         wanted = tuple(a.strip() for a in archs.split(",")) if archs else ()
         console.stage(f"Exporting {', '.join(map(str, source))}")
         packages = shipping.export(
-            *source, name=name, version=version, archs=wanted, license=license, out=out, bundle=bundle
+            *source,
+            name=name,
+            version=version,
+            archs=wanted,
+            license=license,
+            out=out,
+            bundle=bundle,
+            backward=backward or (),
         )
         console.result({"packages": [p.model_dump(mode="json") for p in packages]}, render.packages_text)
 

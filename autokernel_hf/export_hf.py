@@ -113,6 +113,7 @@ def stage(
     license: str = "apache-2.0",
     out: Path,
     interpreter: bool = False,
+    backward: Candidate | None = None,
 ) -> Package:
     """Make `out/<name>`, a package without its card, from the folders that were judged.
 
@@ -124,6 +125,7 @@ def stage(
             for more architectures ships.
         interpreter: Add a `torch-cpu` variant of a Triton kernel. It only runs in Triton's interpreter, so a published
             one would fail on every CPU: for tests.
+        backward: The kernel of the gradients, with which `built` was built.
 
     Raises:
         PackageError: A build does not fit the Hub's rules (ABI, names), holds something private, or the folder is in
@@ -139,7 +141,7 @@ def stage(
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     try:
         for one in _one_a_variant(builts):
-            for variant, backend in variants_of(one, candidate, interpreter):
+            for variant, backend in variants_of(one, candidate, interpreter, backward):
                 _copy_variant(one, temporary / "build" / variant, name, version, license, backend)
         archs = tuple(dict.fromkeys(arch for one in builts for arch in one.archs))
         for path, text in source_files(
@@ -151,6 +153,8 @@ def stage(
             configs=packages.configs(Path(builts[0].path)),
         ).items():
             write_atomically(temporary / path, text)
+        if backward is not None:
+            write_backward_sources(backward, temporary, name, version, license, archs)
         refuse_unfit(temporary, name)
         make_readable(temporary)
         if destination.exists():
@@ -187,12 +191,25 @@ def _one_a_variant(builts: Sequence[Built]) -> list[Built]:
     return list(chosen.values())
 
 
-def variants_of(built: Built, candidate: Candidate, interpreter: bool = False) -> list[tuple[str, str]]:
+def write_backward_sources(
+    backward: Candidate, folder: Path, name: str, version: int, license: str, archs: Sequence[str]
+) -> None:
+    """A project of its own for the kernel of the gradients, without its tests: the package has no such function."""
+    kind = backward.kernel_type
+    own = f"{name}-{kind.replace('_', '-')}"
+    for path, text in source_files(backward, name=own, version=version, license=license, archs=archs).items():
+        if not path.startswith(("tests/", "benchmarks/")):
+            write_atomically(folder / "sources" / kind / path, text)
+
+
+def variants_of(
+    built: Built, candidate: Candidate, interpreter: bool = False, backward: Candidate | None = None
+) -> list[tuple[str, str]]:
     """The variants that a build ships as, with their backends."""
     if candidate.backend != "triton":
         return [(built.variant, packages.backend_of_variant(built.variant))]
     backends = ["cuda"]
-    if not _NVIDIA_ONLY.search(candidate.source):
+    if not any(_NVIDIA_ONLY.search(c.source) for c in (candidate, backward) if c is not None):
         backends.append("rocm")
     if interpreter:
         backends.append("cpu")
@@ -292,12 +309,14 @@ def write_card(
     run_settings: RunSettings | None = None,
     device: DeviceInfo | None = None,
     commit: str | None = None,
+    backward: card.Backward | None = None,
 ) -> Path:
     """Write a staged package's README.md from the records of its run.
 
     Args:
         device: Where `evaluation` was measured, where neither `verification` nor `profile` says it.
         commit: The commit of the run's repository that holds the candidate.
+        backward: The kernel of the gradients that the package holds.
 
     Raises:
         PackageError: Something private got into it.
@@ -310,6 +329,7 @@ def write_card(
             candidate=candidate,
             builts=(built,) if isinstance(built, Built) else tuple(built),
             license=metadata.license,
+            backward=backward,
             evaluation=evaluation,
             verification=verification,
             profile=profile,
@@ -347,12 +367,14 @@ def export_file(
     device: str = "cpu",
     out: Path = Path("packages"),
     evaluation: Evaluation | None = None,
+    backward: Candidate | None = None,
 ) -> Package:
     """A package from one candidate file: built, staged, with a card that says it was not part of a run.
 
     Args:
         archs: CUDA architectures, as the Hub writes them (8.0, 9.0a, 9.0+PTX); that of the GPU here where empty.
         evaluation: What the judge said of it, where it was asked.
+        backward: The kernel of its gradients.
 
     Raises:
         AutokernelError: The candidate breaks its contract, does not compile, or the package is refused.
@@ -361,7 +383,7 @@ def export_file(
         raise CandidateError(
             f"A {candidate.backend} kernel has no CUDA architectures.", remedy="Leave --archs away."
         )
-    made = build(candidate, archs=tuple(archs), device=device)
+    made = build(candidate, archs=tuple(archs), device=device, backward=backward)
     package = stage(
         made,
         candidate=candidate,
@@ -369,6 +391,10 @@ def export_file(
         version=version,
         license=license,
         out=out,
+        backward=backward,
     )
-    write_card(package, candidate=candidate, built=made, evaluation=evaluation)
+    shipped = None
+    if backward is not None:
+        shipped = card.Backward(candidate=backward, id=build(backward, archs=made.archs, device=device).id)
+    write_card(package, candidate=candidate, built=made, evaluation=evaluation, backward=shipped)
     return package

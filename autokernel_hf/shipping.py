@@ -5,17 +5,20 @@ Every function takes what the run folder holds; what needs a model runs in a wor
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autokernel_hf import worker
 from autokernel_hf.errors import RunError, UsageError
 from autokernel_hf.progress import Progress, Silent
 from autokernel_hf.records import (
     Built,
+    Candidate,
     Package,
     Profile,
     PulledModel,
@@ -24,6 +27,13 @@ from autokernel_hf.records import (
     Winner,
 )
 from autokernel_hf.runs import Run
+
+if TYPE_CHECKING:
+    from autokernel_hf import card
+
+logger = logging.getLogger(__name__)
+
+STARTER = "starter"  # in the place of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +183,7 @@ def export(
     license: str = "Apache-2.0",
     out: Path,
     bundle: bool = False,
+    backward: Sequence[str] = (),
 ) -> list[Package]:
     """Packages of a run's winners, or of candidate files.
 
@@ -180,9 +191,13 @@ def export(
         sources: One run folder, or one candidate file; or several files, for a bundle.
         archs: CUDA architectures to build for.
         bundle: All kernels in one package.
+        backward: Files with kernels of gradients, to ship with those whose gradients they compute; `starter` for the
+            starters of all others. Those of a run are judged on the calls that its model makes, and what does not pass
+            is left out.
 
     Raises:
         AutokernelError: The run has no winners, or a file does not compile.
+        UsageError: A backward is of none of these kernels.
     """
     from autokernel_hf.bundle import export_files
     from autokernel_hf.candidates import read_candidate
@@ -200,12 +215,85 @@ def export(
     if runs:
         with Run.open(runs[0]) as run:
             return _export_run(
-                run, name=name, version=version, archs=archs, license=license, out=out, bundle=bundle
+                run,
+                name=name,
+                version=version,
+                archs=archs,
+                license=license,
+                out=out,
+                bundle=bundle,
+                backward=backward,
             )
     candidates = [read_candidate(source) for source in sources]
+    backwards = _backwards_of(candidates, backward)
     if bundle:
-        return [export_files(candidates, name, version=version, archs=archs, license=license, out=out)]
-    return [export_file(candidates[0], name, version=version, archs=archs, license=license, out=out)]
+        return [
+            export_files(
+                candidates,
+                name,
+                version=version,
+                archs=archs,
+                license=license,
+                out=out,
+                backwards=backwards,
+            )
+        ]
+    return [
+        export_file(
+            candidates[0],
+            name,
+            version=version,
+            archs=archs,
+            license=license,
+            out=out,
+            backward=backwards.get(candidates[0].kernel_type),
+        )
+    ]
+
+
+def _backwards_of(candidates: Sequence[Candidate], named: Sequence[str]) -> dict[str, Candidate]:
+    """The kernels of gradients to ship, by the type whose gradients they compute.
+
+    Args:
+        named: Files, or `starter`.
+
+    Raises:
+        UsageError: One is of none of the candidates, or there is no starter.
+    """
+    from autokernel_hf.candidates import read_candidate
+    from autokernel_hf.kernels import kernel_type, starter
+
+    types = [candidate.kernel_type for candidate in candidates]
+    found: dict[str, Candidate] = {}
+    for file in (Path(name) for name in named if name != STARTER):
+        own = read_candidate(file)
+        gradients = kernel_type(own.kernel_type).gradients
+        if gradients is None or gradients.forward not in types:
+            raise UsageError(
+                f"{file} is a {own.kernel_type}, which computes no gradients of {', '.join(types)}.",
+                remedy="Name a file of type <type>_backward with --backward.",
+            )
+        found[gradients.forward] = own
+    if STARTER in named:
+        for candidate in candidates:
+            name = f"{candidate.kernel_type}_backward"
+            source = starter(name, candidate.backend)
+            if candidate.kernel_type in found:
+                continue
+            if source is not None:
+                found[candidate.kernel_type] = Candidate(
+                    kernel_type=name, backend=candidate.backend, source=source
+                )
+            else:
+                logger.warning(
+                    "There is no %s starter of a %s: it is exported without.", candidate.backend, name
+                )
+        if not found:
+            raise UsageError(
+                f"There is no {candidates[0].backend} starter for the gradients of {', '.join(types)}.",
+                remedy="Leave --backward away, or name a file of your own.",
+            )
+    return found
 
 
 def _export_run(
@@ -217,6 +305,7 @@ def _export_run(
     license: str,
     out: Path,
     bundle: bool,
+    backward: Sequence[str],
 ) -> list[Package]:
     from autokernel_hf.build import build
     from autokernel_hf.bundle import Part, stage_bundle, write_bundle_card
@@ -232,15 +321,26 @@ def _export_run(
             f"The model was not right with this run's kernels: {verification.reason}",
             remedy="Run verify again; nothing of this run is exported before it says that they are right.",
         )
+    backwards = _backwards_of([winner.candidate for winner in winners], backward)
     parts = []
     for winner in winners:
-        built = build(winner.candidate, device=profile.device.kind)
+        shipped = _judged_backward(winner, backwards.get(winner.candidate.kernel_type))
+        inner = shipped.candidate if shipped is not None else None
+        built = build(winner.candidate, device=profile.device.kind, backward=inner)
         # A binary for more architectures is built again from the judged source; the card says so.
         if archs and winner.candidate.backend == "cuda":
-            built = build(winner.candidate, archs=tuple(dict.fromkeys((*built.archs, *archs))))
-        commit = _commit_of(run, winner.target)
+            more = tuple(dict.fromkeys((*built.archs, *archs)))
+            built = build(winner.candidate, archs=more, backward=inner)
+            if shipped is not None:
+                shipped = replace(shipped, id=build(shipped.candidate, archs=more).id)
         parts.append(
-            Part(candidate=winner.candidate, built=built, evaluation=winner.evaluation, commit=commit)
+            Part(
+                candidate=winner.candidate,
+                built=built,
+                evaluation=winner.evaluation,
+                commit=_commit_of(run, winner.target),
+                backward=shipped,
+            )
         )
     if bundle and len(parts) > 1:
         package = stage_bundle(
@@ -259,9 +359,11 @@ def _export_run(
             version=version,
             license=license,
             out=out,
+            backward=part.backward.candidate if part.backward is not None else None,
         )
         write_card(
             package,
+            backward=part.backward,
             candidate=part.candidate,
             built=part.built,
             evaluation=part.evaluation,
@@ -272,6 +374,29 @@ def _export_run(
         )
         packages.append(package)
     return packages
+
+
+def _judged_backward(winner: Winner, candidate: Candidate | None) -> card.Backward | None:
+    """A kernel of gradients with the judge's word on it, on the calls that follow the model's; None where it fails."""
+    from autokernel_hf import card
+    from autokernel_hf.evaluate import evaluate
+    from autokernel_hf.kernels import kernel_type
+    from autokernel_hf.kernels._backward import backward_workload
+
+    if candidate is None:
+        return None
+    own, forward = kernel_type(candidate.kernel_type), kernel_type(winner.candidate.kernel_type)
+    calls = [backward_workload(own, forward, workload) for workload in winner.target.workloads]
+    logger.info("Judging %s", candidate.kernel_type)
+    evaluation = evaluate(candidate, device=winner.target.device, workloads=calls)
+    if evaluation.status != "passed" or evaluation.built_id is None:
+        logger.warning(
+            "%s is exported without its gradients, which the judge refused: %s",
+            winner.candidate.kernel_type,
+            evaluation.reason,
+        )
+        return None
+    return card.Backward(candidate=candidate, id=evaluation.built_id, evaluation=evaluation)
 
 
 def winners_of(run: Run) -> tuple[Profile, list[Winner]]:

@@ -136,23 +136,30 @@ def build_of(
     forward: KernelType, grads: tuple[str, ...], lead: str
 ) -> Callable[[Mapping[str, int], str, Mapping[str, Scalar]], Workload]:
     """The forward's calls, with the gradients of its outputs before its arguments."""
+    return lambda axes, dtype, options: _with_gradients(
+        forward, grads, lead, forward.build(axes, dtype, options)
+    )
 
-    def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) -> Workload:
-        called = forward.build(axes, dtype, options)
-        stand_ins: Args = {
-            name: torch.empty(value.shape, dtype=DTYPES[value.dtype], device="meta")
-            if isinstance(value, TensorSpec)
-            else value
-            for name, value in called.args
-        }
-        specs = output_specs(forward.outputs, stand_ins)
-        more = tuple(
-            (name, TensorSpec(shape=shape, dtype=DTYPE_NAMES[kind]))
-            for name, (shape, kind) in zip(grads, specs, strict=True)
-        )
-        return called.model_copy(update={"args": (*more, *called.args), "lead": lead})
 
-    return build
+def _with_gradients(forward: KernelType, grads: Sequence[str], lead: str, called: Workload) -> Workload:
+    stand_ins: Args = {
+        name: torch.empty(value.shape, dtype=DTYPES[value.dtype], device="meta")
+        if isinstance(value, TensorSpec)
+        else value
+        for name, value in called.args
+    }
+    specs = output_specs(forward.outputs, stand_ins)
+    more = tuple(
+        (name, TensorSpec(shape=shape, dtype=DTYPE_NAMES[kind]))
+        for name, (shape, kind) in zip(grads, specs, strict=True)
+    )
+    return called.model_copy(update={"args": (*more, *called.args), "lead": lead})
+
+
+def backward_workload(backward: KernelType, forward: KernelType, called: Workload) -> Workload:
+    """The call of a backward type that follows a call of its forward type."""
+    grads = [a.name for a in backward.schema.args[: forward.schema.returns]]
+    return _with_gradients(forward, grads, backward.leading, called)
 
 
 def fill_gradient(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
