@@ -303,7 +303,14 @@ def measure_one(
     broken: dict[str, str],
     with_compile: bool,
     seconds: float,
+    prepare_s: float | None = None,
 ) -> Timed:
+    """Times of one workload.
+
+    Args:
+        seconds: For the rounds.
+        prepare_s: For a peer to get ready, its imports included; as long as the rounds unless given.
+    """
     import torch
 
     from autokernel_hf.judge.checks import check_values, expect
@@ -316,7 +323,7 @@ def measure_one(
         if peer.name.startswith("compile") and not with_compile:
             continue
         try:
-            with time_limit(seconds), torch.no_grad():
+            with time_limit(seconds if prepare_s is None else prepare_s), torch.no_grad():
                 call = peer.make(workload, device)
                 if call is None:
                     continue

@@ -39,7 +39,7 @@ LLAMA = (
 )
 GPT2 = ((2304, 768), (3072, 768), (768, 3072))
 VOCABULARY = ((128256, 2048), (128256, 4096))
-SKINNY = (1, 16, 32, 64)
+SKINNY = (1, 8, 16, 32, 64)
 STARTERS = Path(__file__).parent.parent / "autokernel_hf" / "kernels"
 SUFFIX = {"triton": ".py", "cuda": ".cu"}
 
@@ -301,6 +301,7 @@ def main() -> int:
             {},
             False,
             min(options.seconds, max(end - time.monotonic(), 1.0)),
+            prepare_s=20.0,
         )
         if options.compile:
             again = measure_one(
