@@ -366,21 +366,15 @@ def test_what_failed_is_never_kept(status: str, expected: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def cuda_judge() -> Iterator[Judge]:
+def gpu_judge() -> Iterator[Judge]:
     with Judge("rmsnorm", "cuda", (rms(4096, 4096),), device="cuda", timeout_s=20) as judge:
         yield judge
 
 
-@pytest.fixture(scope="module")
-def gpu_triton_judge() -> Iterator[Judge]:
-    with Judge("rmsnorm", "triton", (rms(4096, 4096),), device="cuda", timeout_s=20) as judge:
-        yield judge
-
-
 @pytest.mark.gpu
-def test_honest_kernels_pass_all_stages_on_a_gpu(cuda_judge: Judge, gpu_triton_judge: Judge) -> None:
-    for judge, name in ((cuda_judge, "rmsnorm_block.cu"), (gpu_triton_judge, "rmsnorm_row.py")):
-        evaluation = judge.one_shot(read_candidate(HONEST / name), peers=True)
+def test_honest_kernels_of_both_kinds_pass_all_stages_on_a_gpu(gpu_judge: Judge) -> None:
+    for name in ("rmsnorm_block.cu", "rmsnorm_row.py"):
+        evaluation = gpu_judge.one_shot(read_candidate(HONEST / name), peers=True)
         assert evaluation.status == "passed", evaluation.reason
         assert all(getattr(evaluation.stages, stage) == "passed" for stage in STAGES)
         (result,) = evaluation.workloads
@@ -390,8 +384,8 @@ def test_honest_kernels_pass_all_stages_on_a_gpu(cuda_judge: Judge, gpu_triton_j
 
 
 @pytest.mark.gpu
-def test_a_kernel_on_a_gpu_has_warm_times_peers_and_a_state_of_the_device(cuda_judge: Judge) -> None:
-    evaluation = cuda_judge.one_shot(read_candidate(HONEST / "rmsnorm_block.cu"), peers=True)
+def test_a_kernel_on_a_gpu_has_warm_times_peers_and_a_state_of_the_device(gpu_judge: Judge) -> None:
+    evaluation = gpu_judge.one_shot(read_candidate(HONEST / "rmsnorm_block.cu"), peers=True)
     (result,) = evaluation.workloads
     assert evaluation.status == "passed", evaluation.reason
     assert result.device_us is not None
@@ -408,9 +402,9 @@ def test_a_kernel_on_a_gpu_has_warm_times_peers_and_a_state_of_the_device(cuda_j
 
 
 @pytest.mark.gpu
-def test_a_kernel_on_a_gpu_is_not_faster_than_itself(gpu_triton_judge: Judge) -> None:
+def test_a_kernel_on_a_gpu_is_not_faster_than_itself(gpu_judge: Judge) -> None:
     same = read_candidate(HONEST / "rmsnorm_row.py")
-    evaluation = gpu_triton_judge.evaluate(same, same)
+    evaluation = gpu_judge.evaluate(same, same)
     assert decide(evaluation)[0] == "revert"
     (result,) = evaluation.workloads
     assert result.ci95_vs_incumbent is not None

@@ -50,19 +50,11 @@ def triton_judge(home: Path) -> Iterator[Judge]:
         yield judge
 
 
-# On a GPU every dtype more is a second or two of compiling for each mutant that is found late.
-DTYPES = ("float32", "float16")
-
-
 @pytest.fixture(scope="module")
-def cuda_judge() -> Iterator[Judge]:
-    with Judge("rmsnorm", "cuda", (rms(4096, 4096),), dtypes=DTYPES, device="cuda", timeout_s=10) as judge:
-        yield judge
-
-
-@pytest.fixture(scope="module")
-def gpu_triton_judge() -> Iterator[Judge]:
-    with Judge("rmsnorm", "triton", (rms(4096, 4096),), dtypes=DTYPES, device="cuda", timeout_s=10) as judge:
+def gpu_judge() -> Iterator[Judge]:
+    """One session for both kinds of kernels: each holds some gigabytes. Every dtype more takes seconds of compiling."""
+    dtypes = ("float32", "float16")
+    with Judge("rmsnorm", "cuda", (rms(4096, 4096),), dtypes=dtypes, device="cuda", timeout_s=10) as judge:
         yield judge
 
 
@@ -133,10 +125,10 @@ def test_cuda_mutant_compiles(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", mutants(".cu", gpu=True))
-def test_cuda_mutant_gets_its_status_and_the_next_candidate_is_judged(cuda_judge: Judge, name: str) -> None:
-    check_mutant(cuda_judge, name)
+def test_cuda_mutant_gets_its_status_and_the_next_candidate_is_judged(gpu_judge: Judge, name: str) -> None:
+    check_mutant(gpu_judge, name)
     honest = read_candidate(HONEST / "rmsnorm_block.cu")
-    evaluation = cuda_judge.evaluate(
+    evaluation = gpu_judge.evaluate(
         honest, honest
     )  # right, and no faster than itself: the other stages would add nothing
     assert evaluation.status == "passed", evaluation.reason
@@ -145,5 +137,5 @@ def test_cuda_mutant_gets_its_status_and_the_next_candidate_is_judged(cuda_judge
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", mutants(".py", gpu=True))
-def test_triton_mutant_gets_its_status_on_a_gpu(gpu_triton_judge: Judge, name: str) -> None:
-    check_mutant(gpu_triton_judge, name)
+def test_triton_mutant_gets_its_status_on_a_gpu(gpu_judge: Judge, name: str) -> None:
+    check_mutant(gpu_judge, name)

@@ -61,6 +61,30 @@ def test_copies_compile_what_the_calls_need_into_one_cache(tmp_path: Path) -> No
     assert kernels[1] == kernels[0], "the second time nothing was left to compile"
 
 
+def test_copies_make_each_call_once_and_the_widest_first(tmp_path: Path) -> None:
+    found = kernel_type("rmsnorm")
+    widths = (64, 4096, 128, 1024)
+    calls = [_wire(place(found.build({"M": 2, "N": n}, "float32", {}), ()).arguments) for n in widths]
+    made = tmp_path / "made"
+
+    def kernel_fn(x: Any, **others: Any) -> None:
+        with made.open("a") as file:
+            file.write(f"{x.shape[-1]}\n")
+        time.sleep(0.05)
+
+    driver = precompile.StillDriver(None, precompile._Utils({}), None)
+    for processes in (1, 3):
+        made.write_text("")
+        ours, theirs = socket.socketpair()
+        precompile.side_by_side(kernel_fn, calls, driver, processes, close=theirs.fileno(), limit_s=60)
+        ours.close()
+        theirs.close()
+        done = [int(line) for line in made.read_text().split()]
+        assert sorted(done) == sorted(widths)
+        if processes == 1:
+            assert done == [4096, 1024, 128, 64]
+
+
 def test_a_copy_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile, "compile_calls", lambda *_: time.sleep(60))
     ours, theirs = socket.socketpair()

@@ -18,6 +18,7 @@ from autokernel_hf.candidates import read_candidate
 from autokernel_hf.doctor import _isolation
 from autokernel_hf.evaluate import Judge
 from autokernel_hf.judge.remote import Process
+from autokernel_hf.judge.server import NamespacesFirst
 from autokernel_hf.judge.watchdog import Watchdog
 from tests.judge_files import HONEST, rms
 
@@ -108,6 +109,26 @@ def test_a_kernel_on_a_gpu_is_judged_in_namespaces(caplog: pytest.LogCaptureFixt
         evaluation = judge.one_shot(candidate, peers=False)
     assert evaluation.status == "passed", evaluation.reason
     assert "namespaces" not in caplog.text, caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stands_in", "tried", "later"),
+    [({True, False}, [True], [True]), ({False}, [True, False], [False]), (set(), [True, False], [False])],
+)
+def test_namespaces_are_tried_first_and_given_up_once(
+    stands_in: set[bool], tried: list[bool], later: list[bool]
+) -> None:
+    walls, attempts = NamespacesFirst(), []
+
+    def attempt(isolate: bool) -> str | None:
+        attempts.append(isolate)
+        return f"isolated: {isolate}" if isolate in stands_in else None
+
+    for expected in (tried, later):
+        attempts.clear()
+        found = walls.start(attempt)
+        assert attempts == expected
+        assert found == (f"isolated: {expected[-1]}" if stands_in else None)
 
 
 def test_doctor_says_what_the_walls_lack() -> None:
