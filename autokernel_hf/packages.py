@@ -32,7 +32,6 @@ from autokernel_hf.errors import PackageError, UsageError
 MAX_VERSION = 9999  # a count of interfaces that were promised, not a date or a build number
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
-REQUIRED_FILES = ("__init__.py", "metadata.json")
 BYTECODE = ("*.pyc", "**/__pycache__/**")
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*[a-z0-9]")
@@ -355,12 +354,21 @@ def inspect_variant(variant: Variant) -> list[str]:
         problems.append("there is no __init__.py to import")
     if metadata.digest is not None:
         problems += _digest_problems(metadata.digest, variant.path)
-    bytecode = list(variant.path.rglob("*.pyc"))
+    bytecode = [file for file in sorted(variant.path.rglob("*.pyc")) if not _left_by_loading(file)]
     if bytecode:
         problems.append(f"holds bytecode ({bytecode[0].name})")
     for library in variant.libraries:
         problems += [f"{library.name}: {problem}" for problem in abi_problems(library)]
     return problems
+
+
+def _left_by_loading(bytecode: Path) -> bool:
+    """Whether Python wrote this beside its source when the package was loaded from this folder.
+
+    Nothing here takes such files along: neither `check`, which runs a copy without them, nor `publish`.
+    """
+    source = bytecode.parent.parent / f"{bytecode.name.partition('.')[0]}.py"
+    return bytecode.parent.name == "__pycache__" and source.is_file()
 
 
 def _missing_code(library: Path, archs: Sequence[str]) -> list[str]:

@@ -22,7 +22,15 @@ def test_the_readme_shows_the_result_files(repository_root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/architecture.md", "docs/candidates.md", "docs/kernels.md", "docs/llm.md", "program.md"]
+    "name",
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/candidates.md",
+        "docs/kernels.md",
+        "docs/llm.md",
+        "program.md",
+    ],
 )
 def test_links_and_modules_that_documents_name_exist(name: str, repository_root: Path) -> None:
     text = (repository_root / name).read_text()

@@ -463,6 +463,26 @@ def test_check_finds_what_is_wrong(
         assert any(problem in found for found in report.problems), report
 
 
+def test_a_package_that_was_loaded_from_its_folder_can_still_be_checked_and_published(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    folder = hand_made(tmp_path / "tiny-norm")
+    loaded = hub.run_client(
+        "import sys; from pathlib import Path; from kernels import get_local_kernel; "
+        "get_local_kernel(Path(sys.argv[1]))",
+        str(folder),
+        env={"PYTHONDONTWRITEBYTECODE": ""},
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    written = list(folder.rglob("__pycache__/*.pyc"))
+    assert len(written) == 3
+    assert check(folder).problems == ()
+    assert not [f for f in hub_module.publish(folder, "tester/tiny-norm", dry_run=True).files if "pyc" in f]
+    # One without a source is imported in place of the source.
+    shutil.copyfile(written[0], folder / "build" / "torch-cpu" / "layers2.pyc")
+    assert any("bytecode (layers2.pyc)" in problem for problem in check(folder).problems)
+
+
 def test_check_leaves_functions_of_another_schema_alone(tmp_path: Path) -> None:
     schema = "(Tensor x, Tensor weight, float eps, float offset=1.0) -> Tensor"
     report = check(hand_made(tmp_path / "p", schema=schema, body="    return x * 0"))
