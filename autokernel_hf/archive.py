@@ -116,5 +116,5 @@ def stale(attempts: Sequence[Experiment], scores: Mapping[int, float | None]) ->
         if score is not None and score > best * (1 + EPSILON):
             best, since = score, 0
         else:
-            since += 1
+            since += attempt.duplicate_of is None
     return since

@@ -94,14 +94,24 @@ def gpu_code(path: Path) -> GpuCode:
     found: dict[int, set[str]] = {_PTX: set(), _MACHINE_CODE: set()}
     at = data.find(_FATBIN_MAGIC)
     while at >= 0:
-        for kind, capability in _fatbin_entries(data, at):
+        for kind, capability, _ in _fatbin_entries(data, at):
             found.setdefault(kind, set()).add(capability)
         at = data.find(_FATBIN_MAGIC, at + 4)
     return GpuCode(machine=_in_order(found[_MACHINE_CODE]), ptx=_in_order(found[_PTX]))
 
 
-def _fatbin_entries(data: bytes, at: int) -> list[tuple[int, str]]:
-    """(kind, capability) of each entry; nothing where the bytes only look like a fat binary."""
+def machine_images(data: bytes) -> list[int]:
+    """Where the images of machine code begin in a library with fat binaries; they are not compressed in ours."""
+    found = []
+    at = data.find(_FATBIN_MAGIC)
+    while at >= 0:
+        found += [start for kind, _, start in _fatbin_entries(data, at) if kind == _MACHINE_CODE]
+        at = data.find(_FATBIN_MAGIC, at + 4)
+    return found
+
+
+def _fatbin_entries(data: bytes, at: int) -> list[tuple[int, str, int]]:
+    """(kind, capability, where it begins) of each entry; nothing where the bytes only look like a fat binary."""
     try:
         _, version, header, size = _FATBIN_HEADER.unpack_from(data, at)
         entries, at = [], at + header
@@ -113,7 +123,7 @@ def _fatbin_entries(data: bytes, at: int) -> list[tuple[int, str]]:
             (number,) = struct.unpack_from("<I", data, at + 28)
             (flags,) = struct.unpack_from("<Q", data, at + 40)
             suffix = "a" if flags & _OWN_FEATURES else "f" if flags & _FAMILY_FEATURES else ""
-            entries.append((kind, f"{number // 10}.{number % 10}{suffix}"))
+            entries.append((kind, f"{number // 10}.{number % 10}{suffix}", at + head))
             at += head + length
     except struct.error:
         return []

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
@@ -130,12 +130,24 @@ class Judge:
         """Time what a user would pick instead; `baseline` of each result is the fastest right peer."""
         return cast("tuple[WorkloadResult, ...]", self._ask(Request(action="measure_peers")))
 
-    def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation:
+    def evaluate(
+        self,
+        candidate: Candidate,
+        incumbent: Candidate | None = None,
+        *,
+        known: Collection[str] = (),
+    ) -> Evaluation:
         """Judge in a cascade: the smoke stage, timing against the incumbent, and, where it would be kept, all stages.
 
         Without an incumbent the opponent is the plain torch expression.
+
+        Args:
+            known: Machine code that was found right and timed before. A candidate that compiles to it is told by
+                `Evaluation.machine_code`, and is not judged: all its stages are skipped.
         """
-        return self._evaluation(Request(action="evaluate", candidate=candidate, incumbent=incumbent))
+        return self._evaluation(
+            Request(action="evaluate", candidate=candidate, incumbent=incumbent, known=frozenset(known))
+        )
 
     def confirm(self, candidate: Candidate) -> Evaluation:
         """Judge in all stages, in a fresh process, with timings of their own against eager and every peer."""

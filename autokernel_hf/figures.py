@@ -48,8 +48,8 @@ def gain_over(evaluation: Evaluation, other: Literal["eager", "incumbent"]) -> t
 def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
     """Time of the model's own code over each experiment's, by number, for the experiments of one target in order.
 
-    One that was timed against an incumbent alone gets that incumbent's score times its own ratio; None: not right, or
-    not timed.
+    One that was timed against an incumbent alone gets that incumbent's score times its own ratio, and one with the machine
+    code of another that one's; None: not right, or not timed.
     """
     scores: dict[int, float | None] = {}
     best: float | None = None
@@ -59,6 +59,8 @@ def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
         opponent = scores.get(experiment.against) if experiment.against is not None else best
         if score is None and opponent is not None and ratio is not None:
             score = opponent * ratio
+        if experiment.duplicate_of is not None:
+            score = scores.get(experiment.duplicate_of)
         scores[experiment.experiment] = score if experiment.evaluation.status == "passed" else None
         if experiment.decision == "keep":
             best = score

@@ -386,6 +386,7 @@ class Evaluation(Record):
     seconds: float = 0.0
     phases: tuple[tuple[str, float], ...] = ()  # where the seconds went, in order
     built_id: str | None = None
+    machine_code: str | None = None  # digest of what the timed calls run, where it could be told
     confirmed: bool = False  # timings are from a run of their own, not from the search that chose the winner
     notes: tuple[str, ...] = ()  # what a user should know although it decided nothing
     device_states: tuple[DeviceState, ...] = ()  # of a GPU, before the first timing and right after the last
@@ -422,6 +423,7 @@ class Experiment(Record):
     seconds: float = 0.0
     against: int | None = None  # the experiment that was the incumbent, where one was
     device: str | None = None  # the device that judged it, where a run has several
+    duplicate_of: int | None = None  # the experiment with the same machine code, for which it was not judged
 
 
 class TargetResult(Record):

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -51,7 +51,9 @@ class Judging(Protocol):
 
     def measure_peers(self) -> tuple[WorkloadResult, ...]: ...
 
-    def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation: ...
+    def evaluate(
+        self, candidate: Candidate, incumbent: Candidate | None = None, *, known: Collection[str] = ()
+    ) -> Evaluation: ...
 
     def confirm(self, candidate: Candidate) -> Evaluation: ...
 
@@ -174,8 +176,15 @@ class Search:
     ) -> Experiment:
         incumbent = self.run.kept(self.target.name)
         while True:
-            evaluation = judge.evaluate(candidate, self.run.source(incumbent) if incumbent else None)
-            decision, reason = self.decide(evaluation)
+            known = self._machine_code()
+            more = {"known": frozenset(known)} if known else {}
+            evaluation = judge.evaluate(candidate, self.run.source(incumbent) if incumbent else None, **more)
+            twin = known.get(evaluation.machine_code or "")
+            if twin is None or any(w.latency_us is not None for w in evaluation.workloads):
+                twin = None
+                decision, reason = self.decide(evaluation)
+            else:
+                decision, reason = "revert", f"The same machine code as #{twin}: not judged again."
             with self.run.settling():
                 now = self.run.kept(self.target.name)
                 if decision == "keep" and now != incumbent:
@@ -198,9 +207,19 @@ class Search:
                     seconds=time.monotonic() - started,
                     against=incumbent.experiment if incumbent else None,
                     device=device,
+                    duplicate_of=twin,
                 )
                 self.run.enter(record)
             return record
+
+    def _machine_code(self) -> dict[str, int]:
+        """The machine code of what was found right and timed, with the experiment that it was first met in."""
+        known: dict[str, int] = {}
+        for attempt in self.attempts():
+            code = attempt.evaluation.machine_code
+            if code is not None and attempt.evaluation.status == "passed" and attempt.duplicate_of is None:
+                known.setdefault(code, attempt.experiment)
+        return known
 
     # State, from the ledger ---------------------------------------------------------------------------------------
 
@@ -246,7 +265,11 @@ class Search:
         bound = "not known yet"
         if evaluation is not None and evaluation.workloads:
             prescriptions, bound = self.diagnose(self.target, incumbent, evaluation)
-        right = {e.experiment: self._source(e) for e in attempts if scores[e.experiment] is not None}
+        right = {
+            e.experiment: self._source(e)
+            for e in attempts
+            if scores[e.experiment] is not None and e.duplicate_of is None
+        }
         found = elites(attempts, scores, right)
         return Context(
             target=self.target,
@@ -452,7 +475,7 @@ class Search:
         for attempt in reversed(attempts):
             if attempt.decision == "keep" or attempt.tag == "starter":
                 break
-            reverts += 1
+            reverts += attempt.duplicate_of is None  # which says nothing that was not known
         if reverts >= limits.max_reverts:
             return Stop("plateau", f"{reverts} experiments in a row were not kept")
         kept = [e for e in attempts if e.decision == "keep"]

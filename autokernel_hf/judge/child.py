@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
-from autokernel_hf.judge import audit, graphs, messages, precompile, sandbox, triton_seed, turn
+from autokernel_hf.judge import audit, graphs, launches, messages, precompile, sandbox, triton_seed, turn
 from autokernel_hf.judge.arena import POISON, Arena, Slot, same_bits
 from autokernel_hf.judge.bands import Bands
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from autokernel_hf import contract, gpu
+from autokernel_hf import contract, gpu, machine_code
 from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, UsageError
 from autokernel_hf.judge import cases, huge, indices, replays, timing
 from autokernel_hf.judge.arena import Pool
@@ -84,6 +85,8 @@ class _Sheet:
     smoke: dict[str, Passed] | None = None
     resources: Resources = Resources()
     built_id: str | None = None
+    machine_code: str | None = None
+    library: Path | None = None
     peak_bytes: int | None = None
     confirmed: bool = False
     phases: list[tuple[str, float]] = field(default_factory=list)
@@ -139,6 +142,7 @@ class _Sheet:
             seconds=time.monotonic() - self.started,
             phases=tuple(self.phases),
             built_id=self.built_id,
+            machine_code=self.machine_code,
             confirmed=self.confirmed,
             notes=self.notes,
             device_states=tuple(self.device_states),
@@ -285,6 +289,7 @@ class Referee:
                 child = fresh
                 child.load(built)
             sheet.resources, sheet.built_id = built.resources, built.id
+            sheet.library = next(Path(built.path).glob("*.so"), None)
             reason = self._judge(child, domain, request, sheet)
             status: BenchStatus = "passed"
         except Failed as failed:
@@ -351,6 +356,8 @@ class Referee:
             if not self.settings.quick:
                 self._remaining_stages(child, request.candidate, domain, sheet)
             return "Right in the interpreter; it has no timing without a GPU."
+        if not request.all_stages:
+            self._must_be_new(child, domain, request, sheet)
         if request.all_stages and not self.settings.quick:
             self._remaining_stages(child, request.candidate, domain, sheet)
         self._time(child, domain, request, sheet)
@@ -365,6 +372,22 @@ class Referee:
         self._remaining_stages(child, request.candidate, domain, sheet)
         self._hold_device_times(child, sheet)
         return self._summary(sheet)
+
+    def _must_be_new(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> None:
+        """Tell the candidate's machine code on the timed calls.
+
+        Raises:
+            _Verdict: It is known: there is nothing left to judge.
+        """
+        with sheet.phase("machine code"):
+            if sheet.library is not None:
+                sheet.machine_code = machine_code.digest_of(sheet.library)
+            else:
+                timed = [w for w in self.scope.workloads if holds(domain, w)]
+                placed = write_calls(child, ((w, self.bench.fresh(w)) for w in timed))
+                sheet.machine_code = child.launches([p.arguments for p in placed])
+        if sheet.machine_code in request.known:
+            raise _Verdict("passed", "The same machine code as one that was judged before.")
 
     def _must_be_at_rest(self, child: Child) -> None:
         """After its calls have returned a candidate has nothing left to do.
