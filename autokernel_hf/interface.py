@@ -14,7 +14,14 @@ from autokernel_hf import packages
 
 def breaking_changes(old: Path, new: Path) -> list[str]:
     """What of a variant `old` its callers would miss in a variant `new`; empty where nothing is."""
-    return api_changes(api(old), api(new)) + _narrowed(old, new)
+    untrained = [
+        f"{name} has no gradients any more"
+        for name in sorted(set(packages.exported_names(old)) & set(packages.exported_names(new)))
+        if name != "layers"
+        and packages.has_gradients(packages.part_of(old, name))
+        and not packages.has_gradients(packages.part_of(new, name))
+    ]
+    return api_changes(api(old), api(new)) + _narrowed(old, new) + untrained
 
 
 def _narrowed(old: Path, new: Path) -> list[str]:

@@ -217,6 +217,11 @@ def part_of(variant: Path, function: str) -> Path:
     return next((part for part in parts(variant) if function in exported_names(part)), variant)
 
 
+def has_gradients(part: Path) -> bool:
+    """Whether a folder that holds one kernel of ours also holds that of its gradients."""
+    return (part / "_ops.py").exists() and any(part.glob("*_backward_*/_ops.py"))
+
+
 def layer_names(variant: Path) -> tuple[str, ...]:
     """Classes of a variant's `layers.py` (or `layers/__init__.py`) that derive from a Module, without importing it."""
     inner = parts(variant)

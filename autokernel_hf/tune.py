@@ -7,7 +7,7 @@ there the best of them for all shapes make a new build from the same source.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from autokernel_hf import packages, tunables
 from autokernel_hf.agent import Context, Playbook
 from autokernel_hf.build import build
 from autokernel_hf.candidates import read_candidate
+from autokernel_hf.card import Backward
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
 from autokernel_hf.export_hf import stage, write_card
 from autokernel_hf.figures import gain_over
 from autokernel_hf.gpu import device_info
 from autokernel_hf.judge import statistics
-from autokernel_hf.kernels import kernel_type
+from autokernel_hf.kernels import kernel_type, kernel_types
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Candidate,
@@ -339,15 +340,17 @@ def _write(
 ) -> Path:
     """The package with another configuration: same name, version and licence, a new id, a card with what tuning saw."""
     old = packages.read_variants(folder)[0]
+    backward = backward_of(folder, candidate)  # ships as it was
     if candidate.backend == "triton":
         others = [e for e in packages.configs(old.path) if e["device"] != info.name]
         sources = {label: choice.source for label, choice in choices.items()}
         mine = entries(candidate, incumbent, workloads, sources, info.name)
         shipped = candidate
-        built = build(candidate, device=info.kind, configs=[*others, *mine])
+        built = build(candidate, device=info.kind, configs=[*others, *mine], backward=backward)
     else:
         shipped = incumbent
-        built = build(incumbent, archs=tuple(old.metadata.backend.archs or ()), device=info.kind)
+        archs = tuple(old.metadata.backend.archs or ())
+        built = build(incumbent, archs=archs, device=info.kind, backward=backward)
     metadata = old.metadata
     package = stage(
         built,
@@ -356,12 +359,17 @@ def _write(
         version=metadata.version,
         license=metadata.license,
         out=out,
+        backward=backward,
     )
     rows = tuple(choice.result for choice in choices.values() if choice.result is not None)
     # Nothing is kept that did not pass all stages.
     passed: dict[str, StageStatus] = dict.fromkeys(Stages.model_fields, "passed")
     judged = Evaluation(status="passed", stages=Stages(**passed), workloads=rows, confirmed=True)
-    write_card(package, candidate=shipped, built=built, evaluation=judged, device=info)
+    inner = None
+    if backward is not None:
+        archs = built.archs if backward.backend == "cuda" else ()
+        inner = Backward(candidate=backward, id=build(backward, archs=archs, device=info.kind).id)
+    write_card(package, candidate=shipped, built=built, evaluation=judged, device=info, backward=inner)
     return Path(package.path)
 
 
@@ -369,11 +377,40 @@ def _write(
 
 
 def candidate_of(package: Path) -> Candidate:
-    """The candidate source that a package ships.
+    """The candidate source that a package ships, that of its gradients aside.
 
     Raises:
         PackageError: There is none, or there are several.
     """
+    found = _candidates_in(package)
+    forwards = {name for name in found if not _computes_gradients_of(name, found)}
+    if len(forwards) > 1:
+        raise PackageError(
+            f"{package} holds several kernels: {', '.join(sorted(forwards))}.",
+            remedy="Tune each as a package of its own, and bundle them again.",
+        )
+    if not forwards:
+        raise PackageError(
+            f"{package} ships no kernel source that names its type.",
+            remedy="Tune packages that autokernel-hf made.",
+        )
+    return found[forwards.pop()]
+
+
+def backward_of(package: Path, candidate: Candidate) -> Candidate | None:
+    """The source of the gradients that a package ships with its kernel; None where it has none."""
+    found = _candidates_in(package)
+    own = {candidate.kernel_type: candidate}
+    return next((c for name, c in found.items() if _computes_gradients_of(name, own)), None)
+
+
+def _computes_gradients_of(name: str, candidates: Mapping[str, Candidate]) -> bool:
+    gradients = kernel_type(name).gradients if name in kernel_types() else None
+    return gradients is not None and gradients.forward in candidates
+
+
+def _candidates_in(package: Path) -> dict[str, Candidate]:
+    """The sources of a package that name a kernel type, by it."""
     found: dict[str, Candidate] = {}
     for path in sorted(package.rglob("*")):
         if path.suffix in {".py", ".cu", ".cpp"} and path.is_file() and not path.name.startswith("_"):
@@ -382,17 +419,7 @@ def candidate_of(package: Path) -> Candidate:
             except CandidateError:
                 continue
             found.setdefault(candidate.kernel_type, candidate)
-    if len(found) > 1:
-        raise PackageError(
-            f"{package} holds several kernels: {', '.join(sorted(found))}.",
-            remedy="Tune each as a package of its own, and bundle them again.",
-        )
-    if not found:
-        raise PackageError(
-            f"{package} ships no kernel source that names its type.",
-            remedy="Tune packages that autokernel-hf made.",
-        )
-    return next(iter(found.values()))
+    return found
 
 
 def _refuse_overwriting(folder: Path, out: Path | None) -> None:

@@ -206,11 +206,13 @@ def test_traceback_only_with_debug() -> None:
     assert "Traceback" in invoke("ledger", "--run", "no-such-run", "--debug")[2]
 
 
-def test_types_lists_all_twelve_with_schemas_that_parse() -> None:
+def test_types_lists_all_with_schemas_that_parse() -> None:
     code, out, _ = invoke("types", "--json")
     assert code == 0
     listed = {t["name"]: t for t in json.loads(out)["types"]}
-    assert len(listed) == 12
+    gradients = {name for name in listed if name.endswith("_backward")}
+    assert len(listed) == 18 and len(gradients) == 6
+    assert not any(listed[name]["patches_models"] for name in gradients)
     assert "triton" in listed["matmul"]["backends"]
     assert listed["activation"]["backends"] == ["triton", "cuda", "cpp"]
     assert (

@@ -265,6 +265,9 @@ def test_a_cpu_has_no_state() -> None:
 def test_compile_with_graphs_is_a_peer_of_its_own_and_of_a_gpu_only(name: str) -> None:
     found = kernel_type(name)
     names = [peer.name for peer in found.peers]
+    if found.gradients is not None:  # a backward pass by autograd, which is not captured
+        assert names[:2] == ["eager", "compile"] and "compile_cudagraphs" not in names
+        return
     assert names[0] == "eager" and names.index("compile_cudagraphs") == names.index("compile") + 1
     axes, options = found.sweep[0]
     workload = found.build(axes, "float32", options)

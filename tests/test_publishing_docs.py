@@ -52,7 +52,7 @@ def test_an_author_gets_from_a_file_to_the_hub_by_the_page_alone(
     commands = [
         line for text in blocks(repository_root / "docs/publishing.md", "bash") for line in text.splitlines()
     ]
-    assert len(commands) == 10
+    assert len(commands) == 12
     said = {}
     for command in commands:
         if command.startswith("autokernel-hf tune"):
@@ -76,6 +76,9 @@ def test_an_author_gets_from_a_file_to_the_hub_by_the_page_alone(
     assert "version=2" in repo.files("main")["README.md"].decode()
     bundle = folder / "packages" / "fast-cpu"
     assert sorted(path.name for path in (bundle / "sources").iterdir()) == ["activation", "rmsnorm"]
+    trained = folder / "packages" / "trained-norms"
+    assert "has_backward = True" in next(trained.glob("build/*/layers.py")).read_text()
+    assert [path.name for path in (trained / "sources").iterdir()] == ["rmsnorm_backward"]
     assert "configuration" in said[next(c for c in said if c.startswith("autokernel-hf tune"))]
 
 
