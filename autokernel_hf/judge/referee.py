@@ -7,6 +7,7 @@ server, and times its own peers against what they hold. Whatever a child does, t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 import traceback
@@ -383,11 +384,22 @@ class Referee:
             if sheet.library is not None:
                 sheet.machine_code = machine_code.digest_of(sheet.library)
             else:
-                timed = [w for w in self.scope.workloads if holds(domain, w)]
-                placed = write_calls(child, ((w, self.bench.fresh(w)) for w in timed))
-                sheet.machine_code = child.launches([p.arguments for p in placed])
+                sheet.machine_code = self._launches(child, domain)
         if sheet.machine_code in request.known:
             raise _Verdict("passed", "The same machine code as one that was judged before.")
+
+    def _launches(self, child: Child, domain: Domain) -> str | None:
+        """The digest of what a Triton candidate launches in the timed calls; None where that cannot be told."""
+        whole = hashlib.sha256()
+        for workload in self.scope.workloads:
+            if not holds(domain, workload):
+                continue
+            placed = write_calls(child, [(workload, self.bench.fresh(workload))])
+            digest = child.launches([p.arguments for p in placed]) if placed else None
+            if digest is None:
+                return None
+            whole.update(digest.encode())
+        return whole.hexdigest()
 
     def _must_be_at_rest(self, child: Child) -> None:
         """After its calls have returned a candidate has nothing left to do.
