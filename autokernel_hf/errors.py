@@ -22,6 +22,13 @@ def last_words(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception of another library says, as one sentence: its first line, and the next where that ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].rstrip(".").endswith(":") else lines[0]
+    return said[:300].rstrip(".") + "."
+
+
 class AutokernelError(Exception):
     """A known failure.
 

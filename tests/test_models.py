@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autokernel_hf.errors import AutokernelError, DeviceError, HubError, ModelError, UsageError
-from autokernel_hf.models import architectures, bundled_names, describe, load, pull
+from autokernel_hf.models import architectures, bundled_names, describe, inputs, load, pull
 from autokernel_hf.records import ModelSpec
 from tests.hub_server import HubServer
 from tests.trained import minilm, smollm2
@@ -297,6 +297,25 @@ def damage_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
 
 
+def header(text: str) -> Callable[[Path], None]:
+    """Weights with this header and nothing behind it."""
+
+    def damage(folder: Path) -> None:
+        data = len(text).to_bytes(8, "little") + text.encode()
+        (folder / "model.safetensors").write_bytes(data)
+
+    return damage
+
+
+def index(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text) and None
+
+
+def number_as_a_word(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "many"}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -308,6 +327,12 @@ def damage_index(folder: Path) -> None:
         (damage_type, "does not know"),
         (damage_remote, "not trusted"),
         (damage_index, "lacks model-00001.safetensors"),
+        (header("[]"), "is damaged"),
+        (header('{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'), "is damaged"),
+        (header('{"a": 3}'), "is damaged"),
+        (index('{"weight_map": ["a"]}'), "weight_map names no files"),
+        (index('{"weight_map": {"a": 3}}'), "weight_map names no files"),
+        (number_as_a_word, "num_hidden_layers.*many"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_told(
@@ -330,6 +355,9 @@ def test_what_is_wrong_with_a_folder_is_told(
         ("llama", "ships without weights"),
         ("not an id", "cannot be the id"),
         ("nowhere.gguf", "no file nowhere.gguf"),
+        ("~no-such-account-here/model", "folder ~no-such-account-here/model does not exist"),
+        (str(Path(__file__).with_name("judge_files.py:")), "not a class name"),
+        (str(Path(__file__).parent.parent / "LICENSE"), "LICENSE is a file"),
     ],
 )
 def test_names_that_lead_nowhere_are_told_without_a_network(model: str, message: str) -> None:
@@ -353,6 +381,30 @@ def test_a_model_over_the_memory_is_refused_before_it_is_built(
     with pytest.raises(ModelError, match=r"needs .* GB in float32; cpu has 0.0 GB free"):
         load(random_spec(tiny_llama))
     assert describe(random_spec(tiny_llama)).parameters > 25_000
+
+
+@pytest.mark.parametrize("place", ["weights", "inputs"])
+def test_an_allocation_that_fails_is_told_as_one(
+    place: str, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+) -> None:
+    """A limit of the process (ulimit -v) is not in `free_memory`."""
+
+    def fail(*_: object, **__: object) -> None:
+        torch.empty(2**60, dtype=torch.uint8)  # more than any address space
+
+    if place == "weights":
+        from transformers import LlamaForCausalLM
+
+        make = LlamaForCausalLM._from_config
+        on_meta = lambda: torch.empty(0).device.type == "meta"  # noqa: E731
+        monkeypatch.setattr(
+            LlamaForCausalLM, "_from_config", lambda *a, **k: make(*a, **k) if on_meta() else fail()
+        )
+    else:
+        monkeypatch.setattr(inputs, "make", fail)
+    with pytest.raises(ModelError, match="do not fit the memory") as caught:
+        load(random_spec(tiny_llama))
+    assert "--input-shape" in caught.value.remedy
 
 
 def test_free_memory_of_this_machine_is_a_sane_number() -> None:
@@ -388,6 +440,18 @@ class Two(Net):
 class Broken(nn.Module):
     def __init__(self):
         raise RuntimeError("no luck")
+
+class Star(nn.Module):
+    def forward(self, *x):
+        return x[0]
+
+class Keyword(Net):
+    def forward(self, *, x):
+        return super().forward(x)
+
+class Divides(nn.Module):
+    def forward(self, x):
+        return x / (1 // 0)
 
 class Plain:
     pass
@@ -437,6 +501,8 @@ def test_get_inputs_and_get_init_inputs_beside_the_class_are_used(net: Path) -> 
         ("Net", None, "inputs of Net are not known"),
         ("Two", (5, 8), "needs x, y"),
         ("no-name", (5, 8), "not a class name"),
+        ("Star", (5, 8), "Star.forward names no parameter"),
+        ("Net", (10**12, 8), "do not fit the memory"),
     ],
 )
 def test_what_is_wrong_with_a_user_s_module_is_told(
@@ -452,9 +518,35 @@ def test_a_shape_that_a_user_s_module_cannot_take_fails_in_its_first_pass(net: P
         loaded.run()
 
 
-def test_a_file_that_does_not_import_is_told(net: Path) -> None:
-    net.write_text("import nothing_of_that_name\n")
-    with pytest.raises(ModelError, match="does not import: ModuleNotFoundError"):
+def test_a_keyword_input_is_given_by_its_name_and_whatever_a_pass_raises_is_told(net: Path) -> None:
+    assert load(ModelSpec(model=f"{net}:Keyword", input_shape=(5, 8), device="cpu")).run().shape == (5, 3)
+    with pytest.raises(ModelError, match=r"Divides does not run on x \(5, 8\): ZeroDivisionError"):
+        load(ModelSpec(model=f"{net}:Divides", input_shape=(5, 8), device="cpu")).run()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("get_init_inputs(): return 1 / 0", r"get_init_inputs\(\) fails: ZeroDivisionError"),
+        ("get_init_inputs(): return None", r"get_init_inputs\(\) returns NoneType"),
+        ("get_inputs(): return 1 / 0", r"get_inputs\(\) fails: ZeroDivisionError"),
+        ("get_inputs(): pass", r"get_inputs\(\) returns NoneType"),
+        ("get_inputs(): return [torch.ones(1, 8)] * 3", "returns 3 values; Net.forward names 2"),
+    ],
+)
+def test_what_is_wrong_with_a_user_s_functions_is_told(net: Path, function: str, message: str) -> None:
+    net.write_text(f"{NET}\ndef {function}\n")
+    with pytest.raises(ModelError, match=message):
+        load(ModelSpec(model=f"{net}:Net", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("import nothing_of_that_name", "ModuleNotFoundError"), ("raise SystemExit(0)", "SystemExit")],
+)
+def test_a_file_that_does_not_import_is_told(net: Path, line: str, message: str) -> None:
+    net.write_text(f"{line}\n")
+    with pytest.raises(ModelError, match=f"does not import: {message}"):
         load(ModelSpec(model=f"{net}:Net", input_shape=(5, 8), device="cpu"))
 
 

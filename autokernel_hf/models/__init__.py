@@ -84,19 +84,11 @@ def run_pass(model: nn.Module, inputs: Inputs, name: str) -> Any:
     try:
         with torch.no_grad():
             return model(**inputs)
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"{name} runs out of memory in a forward pass.", remedy="Use a smaller --input-shape."
-        ) from error
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        IndexError,
-        KeyError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    except Exception as error:  # noqa: BLE001 - a model may be anyone's code, and raise anything
+        if architectures.out_of_memory(error):
+            raise ModelError(
+                f"{name} runs out of memory in a forward pass.", remedy="Use a smaller --input-shape."
+            ) from error
         shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in inputs.items() if isinstance(v, Tensor))
         raise ModelError(
             f"{name} does not run on {shapes}: {type(error).__name__}: {error}",
@@ -137,8 +129,9 @@ def load(spec: ModelSpec) -> LoadedModel:
     """
     source = source_of(spec)
     if isinstance(source, UserModule):
-        return _load_user(source, spec)
-    with _quiet():
+        with architectures.within_memory(source.class_name):
+            return _load_user(source, spec)
+    with _quiet(), architectures.within_memory(spec.model):
         ready = _prepare(source, spec, weights=True)
         pulled = ready.pulled
         dtype = architectures.DTYPES[pulled.dtype]
@@ -151,7 +144,8 @@ def load(spec: ModelSpec) -> LoadedModel:
             model = architectures.trained_model(ready.checkpoint, ready.config, spec, dtype, ready.device)
 
     def make_inputs(seed: int) -> Inputs:
-        return inputs.make(model, ready.plan, dtype=dtype, device=ready.device, seed=seed)
+        with architectures.within_memory(pulled.id):
+            return inputs.make(model, ready.plan, dtype=dtype, device=ready.device, seed=seed)
 
     return LoadedModel(
         model=model,

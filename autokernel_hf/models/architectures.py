@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from autokernel_hf.errors import ModelError, UsageError
+from autokernel_hf.errors import ModelError, UsageError, first_line
 from autokernel_hf.models.fetch import Checkpoint
 from autokernel_hf.records import ModelSpec
 
@@ -92,7 +92,7 @@ def read_config(source: Path, spec: ModelSpec, *, gguf: str | None = None) -> An
 
 
 def _config_error(spec: ModelSpec, error: Exception) -> ModelError:
-    text = _first_line(error)
+    text = first_line(error)
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{spec.model} runs on Python code of its own repository, which is not trusted.",
@@ -199,11 +199,11 @@ def _from_config(config: Any, spec: ModelSpec, dtype: torch.dtype, device: torch
     try:
         with torch.device(device):
             model: nn.Module = make(config, **options)
-    except torch.OutOfMemoryError:
-        raise
     except _REFUSALS as error:
+        if out_of_memory(error):
+            raise  # told by `within_memory`
         raise ModelError(
-            f"{spec.model} cannot be built: {_first_line(error)}",
+            f"{spec.model} cannot be built: {first_line(error)}",
             remedy="Check --task and --attn, and that the configuration is that of a whole model.",
         ) from error
     return _for_inference(model)
@@ -234,13 +234,15 @@ def trained_model(
         with _seeded(spec.seed, torch.device("cpu")):  # heads that the checkpoint lacks are drawn at random
             model, loading = cls.from_pretrained(checkpoint.path, **options)
     except _REFUSALS as error:
+        if out_of_memory(error):
+            raise  # told by `within_memory`
         if isinstance(error, ImportError) and checkpoint.gguf is not None:
             raise ModelError(
                 "GGUF files need the packages gguf and accelerate.",
                 remedy="pip install 'autokernel-hf[gguf]'",
             ) from error
         raise ModelError(
-            f"The weights of {spec.model} do not load: {_first_line(error)}",
+            f"The weights of {spec.model} do not load: {first_line(error)}",
             remedy="Pull the model again; check --task, --attn and --revision.",
         ) from error
     missing = sorted(loading.get("missing_keys", ()))
@@ -297,6 +299,29 @@ def check_memory(parameters: int, dtype: torch.dtype, device: torch.device, name
         )
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that an allocation failed: on a CPU, torch raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def within_memory(name: str) -> Iterator[None]:
+    """Tell a failed allocation as what it is: `check_memory` knows neither the inputs nor a process's own limits.
+
+    Raises:
+        ModelError: The memory was not enough.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} and its inputs do not fit the memory that this process may use.",
+            remedy="Use a smaller model, a smaller --input-shape, --dtype bfloat16, or a device with more memory.",
+        ) from error
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device; on a CPU within the container's limit, if it has one."""
     if device.type == "cuda":
@@ -336,8 +361,3 @@ def _reclaimable(group: Path) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".") + "."

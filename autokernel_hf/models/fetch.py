@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 
-from autokernel_hf.errors import HubError, ModelError
+from autokernel_hf.errors import HubError, ModelError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,12 @@ def check_folder(
 def _weight_files(path: Path) -> list[Path]:
     index = path / _INDEX
     if index.is_file():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise ModelError(
+                f"{index} is damaged: its weight_map names no files.", remedy="Pull the model again."
+            )
+        shards = sorted(set(weight_map.values()))
         missing = [name for name in shards if not (path / name).is_file()]
         if missing or not shards:
             raise ModelError(
@@ -144,15 +149,15 @@ def _check_safetensors(path: Path) -> str | None:
             raise damaged
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+            whole = 8 + length + end == size
+            dtypes = [
+                _SAFETENSORS_DTYPES.get(entry["dtype"]) for entry in tensors if math.prod(entry["shape"])
+            ]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise damaged from error
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    try:
-        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-        dtypes = [_SAFETENSORS_DTYPES.get(entry["dtype"]) for entry in tensors if math.prod(entry["shape"])]
-    except (KeyError, TypeError, IndexError) as error:
-        raise damaged from error
-    if 8 + length + end != size:
+    if not whole:
         raise damaged
     return next((dtype for dtype in dtypes if dtype is not None), None)
 
@@ -283,7 +288,8 @@ def _told(repo_id: str, revision: str | None) -> Iterator[None]:
         ) from error
     except HfHubHTTPError as error:
         raise HubError(
-            f"The Hub refused {repo_id}: {error}.", remedy="Try again later, or with another token."
+            f"The Hub refused {repo_id}: {first_line(error)}",
+            remedy="Try again later, or with another token.",
         ) from error
     except HTTPError as error:
         raise HubError(

@@ -61,7 +61,7 @@ def source_of(spec: ModelSpec) -> Source:
     text = spec.model
     file, colon, class_name = text.rpartition(":")
     if colon and file.endswith(".py"):
-        path = Path(file).expanduser()
+        path = _path(file)
         if not path.is_file():
             raise ModelError(
                 f"There is no file {file}.", remedy="Give the path of a Python file as file.py:ClassName."
@@ -71,7 +71,7 @@ def source_of(spec: ModelSpec) -> Source:
         return UserModule(path=path.resolve(), class_name=class_name)
     if text.endswith(".py"):
         raise ModelError(f"{text} names no class.", remedy=f"Say which: {text}:ClassName.")
-    path = Path(text).expanduser()
+    path = _path(text)
     if text.endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"There is no file {text}.", remedy="Give the path of a GGUF file that exists.")
@@ -81,10 +81,12 @@ def source_of(spec: ModelSpec) -> Source:
         if folder is not None:
             return folder
     if text.startswith((".", "/", "~")):
-        missing = "holds neither a config.json nor a GGUF file" if path.is_dir() else "does not exist"
-        raise ModelError(
-            f"The folder {text} {missing}.", remedy="Give a folder in Hub layout, or the id of a Hub model."
-        )
+        what = f"The folder {text} does not exist."
+        if path.is_dir():
+            what = f"The folder {text} holds neither a config.json nor a GGUF file."
+        elif path.exists():
+            what = f"{text} is a file, and no model that is read from one."
+        raise ModelError(what, remedy="Give a folder in Hub layout, or the id of a Hub model.")
     name = {hub_id: alias for alias, hub_id in ALIASES.items()}.get(text, text)
     if name in bundled_names():
         if spec.random_weights:
@@ -95,6 +97,14 @@ def source_of(spec: ModelSpec) -> Source:
                 remedy="Add --random-weights, or name a model of the Hub.",
             )
     return HubModel(id=ALIASES.get(text, text))
+
+
+def _path(text: str) -> Path:
+    """A path as typed, `~` being the home of whoever it names; as it stands where there is no such account."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def _folder(path: Path) -> Folder | None:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +41,7 @@ def import_file(path: Path) -> ModuleType:
     except AutokernelError:
         sys.modules.pop(name, None)
         raise
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything as it is imported
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything as it is imported
         sys.modules.pop(name, None)
         raise ModelError(
             f"{path} does not import: {type(error).__name__}: {error}", remedy="Correct the file."
@@ -86,10 +87,29 @@ def _init_inputs(module: ModuleType) -> tuple[tuple[Any, ...], dict[str, Any]]:
     function = getattr(module, "get_init_inputs", None)
     if function is None:
         return (), {}
-    value = function()
+    value = _called(function)
     if isinstance(value, dict):
         return (), value
+    if not isinstance(value, (list, tuple)):
+        raise _returns(function, value)
     return tuple(value), {}
+
+
+def _called(function: Callable[[], Any]) -> Any:
+    """What a function of the user's returns. Raises ModelError where it fails."""
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        raise ModelError(
+            f"{function.__name__}() fails: {type(error).__name__}: {error}", remedy="Correct it."
+        ) from error
+
+
+def _returns(function: Callable[[], Any], value: object) -> ModelError:
+    return ModelError(
+        f"{function.__name__}() returns {type(value).__name__}.",
+        remedy="Let it return a list of values, or a dict by parameter name.",
+    )
 
 
 def make_inputs(
@@ -106,15 +126,18 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     inputs: Inputs
     if spec.input_shape is not None:
-        if not names:
-            raise ModelError(f"{type(model).__name__}.forward takes no input.", remedy="Give it a parameter.")
         required = [n for n, p in _parameters(model).items() if p.default is p.empty and p.kind in _BY_NAME]
+        if not (required or names):
+            raise ModelError(
+                f"{type(model).__name__}.forward names no parameter for its input.",
+                remedy="Give it one, or wrap it in a module that has one.",
+            )
         if len(required) > 1:
             raise ModelError(
                 f"{type(model).__name__}.forward needs {', '.join(required)}, and --input-shape makes one tensor.",
                 remedy="Write a get_inputs() beside the class, and leave --input-shape out.",
             )
-        inputs = {names[0]: torch.randn(spec.input_shape, generator=generator)}
+        inputs = {(required or names)[0]: torch.randn(spec.input_shape, generator=generator)}
     else:
         inputs = _from_function(module, model, names, seed)
     dtype = input_dtype(model, spec)
@@ -137,14 +160,11 @@ def _from_function(module: ModuleType, model: nn.Module, names: list[str], seed:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            value = function()
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-            raise ModelError(
-                f"get_inputs() fails: {type(error).__name__}: {error}", remedy="Correct it."
-            ) from error
+        value = _called(function)
     if isinstance(value, dict):
         return dict(value)
+    if not isinstance(value, (Tensor, list, tuple)):
+        raise _returns(function, value)
     values = [value] if isinstance(value, Tensor) else list(value)
     if len(values) > len(names):
         raise ModelError(
