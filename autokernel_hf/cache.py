@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autokernel_hf.errors import AutokernelError
+
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 120.0
@@ -28,6 +30,26 @@ def cache_root() -> Path:
     """`AUTOKERNEL_HF_CACHE`, or `~/.cache/autokernel_hf`."""
     named = os.environ.get("AUTOKERNEL_HF_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "autokernel_hf"
+
+
+def need_cache() -> Path:
+    """The cache's folder, made where it is not there: to be asked for before work that would fail late without it.
+
+    Raises:
+        AutokernelError: It cannot be written.
+    """
+    folder = cache_root()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        raise AutokernelError(
+            f"The build cache {folder} cannot be written: {error.strerror or error}.",
+            remedy="Free some space, or set AUTOKERNEL_HF_CACHE to a folder that you can write.",
+        ) from error
+    return folder
 
 
 def folder_once(folder: Path, make: Callable[[Path], None]) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autokernel_hf import packages
 from autokernel_hf.binding import code_schema
+from autokernel_hf.cache import need_cache
 from autokernel_hf.check_walls import CHILD, ended_how
 from autokernel_hf.errors import PackageError
 from autokernel_hf.hub_client import TELEMETRY_VARIABLES, is_repo_id, is_true, newest_version, snapshot
@@ -225,7 +226,9 @@ def _run_behind_walls(work: Path, folder: Path, env: dict[str, str]) -> tuple[st
 
     Raises:
         LoadError: There are no walls, or what is behind them ended without a word.
+        AutokernelError: The build cache, which the walls let through, cannot be made.
     """
+    need_cache()
     command = program("autokernel_hf.check_walls", str(work), str(folder.absolute()), str(TIMEOUT_S))
     ended = _run_child(command, work, environment_for_children(env, bind=False), grace_s=60)
     if not (work / "walls.json").exists():

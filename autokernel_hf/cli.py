@@ -255,6 +255,7 @@ def bench(
 ) -> None:
     """Judge one candidate file: right everywhere, and how fast against what a user would pick instead."""
     with guarded("bench", json, debug) as console:
+        from autokernel_hf.cache import need_cache
         from autokernel_hf.candidates import read_candidate
         from autokernel_hf.evaluate import evaluate
         from autokernel_hf.kernels import kernel_type
@@ -274,6 +275,7 @@ def bench(
                     remedy="Give one number an axis.",
                 )
             workloads = (found.build(dict(zip(found.axes, sizes, strict=True)), dtype or "float32", {}),)
+        need_cache()
         console.stage(f"Judging {file}")
         evaluation = evaluate(
             candidate,
@@ -491,9 +493,11 @@ def tune(
 ) -> None:
     """Find the best configuration of a package's kernel on this device; its code stays as it is."""
     with guarded("tune", json, debug) as console:
+        from autokernel_hf.cache import need_cache
         from autokernel_hf.tune import tune as tune_package
 
         check_device(device)
+        need_cache()
         console.stage(f"Tuning {package}")
         document = tune_package(
             package,

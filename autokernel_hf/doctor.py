@@ -14,6 +14,7 @@ from collections.abc import Callable
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from autokernel_hf.errors import first_line, last_words
 from autokernel_hf.records import Record
 
 # transformers' own gate on `kernels`, which it does not declare as a dependency: outside it every hook is a silent
@@ -37,27 +38,39 @@ class Check(Record):
 
 
 def examine() -> list[Check]:
-    """All checks, none of which changes anything."""
-    checks: list[Callable[[], Check]] = [
-        _python,
-        lambda: _package("torch", "2.11"),
-        lambda: _package("triton", "3.6"),
-        lambda: _package("transformers", "5.20"),
-        lambda: _package("kernels", "0.17.2"),
-        _kernels_and_transformers,
-        _kernels_and_telemetry,
-        lambda: _program("ninja", "pip install ninja"),
-        lambda: _program("g++", "install a C++20 compiler (Debian: apt install g++)"),
-        lambda: _program("git", "install git: a run keeps its experiments in it"),
-        _nvcc,
-        _gpu,
-        _ncu,
-        _openmp,
-        _isolation,
-        _cache,
-        _hub,
-    ]
-    return [check() for check in checks]
+    """All checks, none of which changes anything; one that fails itself is a finding, too."""
+    checks: dict[str, Callable[[], Check]] = {
+        "python": _python,
+        "torch": lambda: _package("torch", "2.11"),
+        "triton": lambda: _package("triton", "3.6"),
+        "transformers": lambda: _package("transformers", "5.20"),
+        "kernels": lambda: _package("kernels", "0.17.2"),
+        "huggingface_hub": _hub_client,
+        "transformers accepts kernels": _kernels_and_transformers,
+        "kernels can reach the Hub": _kernels_and_telemetry,
+        "ninja": lambda: _program("ninja", "pip install ninja"),
+        "g++": lambda: _program("g++", "install a C++20 compiler (Debian: apt install g++)"),
+        "git": lambda: _program("git", "install git: a run keeps its experiments in it"),
+        "nvcc": _nvcc,
+        "gpu": _gpu,
+        "cpu threads": _openmp,
+        "isolation of candidates": _isolation,
+        "build cache": _cache,
+        "hub": _hub,
+    }
+    return [_tried(name, check) for name, check in checks.items()]
+
+
+def _tried(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 - whatever is broken here is what a user wants to know
+        return Check(
+            name=name,
+            ok=False,
+            detail=f"could not be tried: {type(error).__name__}: {first_line(error)}",
+            remedy="Install this program anew in an environment of its own.",
+        )
 
 
 def _python() -> Check:
@@ -83,6 +96,16 @@ def _package(name: str, minimum: str) -> Check:
         return Check(name=name, ok=False, detail="not installed", remedy=f"pip install '{name}>={minimum}'")
     ok = Version(version) >= Version(minimum)
     return Check(name=name, ok=ok, detail=version, remedy="" if ok else f"pip install '{name}>={minimum}'")
+
+
+def _hub_client() -> Check:
+    """Kernels load with older clients; what a client may write to was widened later."""
+    found = _package("huggingface_hub", "1.31")
+    if found.ok and Version(found.detail) < Version("2.3"):
+        return found.model_copy(
+            update={"detail": f"{found.detail}: loads kernels, and cannot publish them (2.3 can)"}
+        )
+    return found
 
 
 def refused_pair(transformers: str, kernels: str) -> str | None:
@@ -187,10 +210,11 @@ def _gpu() -> Check:
 def _openmp() -> Check:
     import torch
 
+    threads = torch.get_num_threads()
     return Check(
         name="cpu threads",
         ok=True,
-        detail=f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        detail=f"{threads} thread{'s' if threads > 1 else ''}, {torch.backends.cpu.get_cpu_capability()}",
     )
 
 
@@ -205,7 +229,7 @@ def _isolation() -> Check:
         return Check(
             name=name,
             ok=False,
-            detail=f"could not be tried: {done.stderr.strip()[-300:]}",
+            detail=f"could not be tried: {last_words(done.stderr)}",
             remedy="Judge only candidates that you trust.",
         )
     found = json.loads(done.stdout)

@@ -21,6 +21,7 @@ from typing import Literal
 from autokernel_hf import llm_account, llm_proposer, worker
 from autokernel_hf.agent import Context, Playbook, Proposer
 from autokernel_hf.archive import cell_of
+from autokernel_hf.cache import need_cache
 from autokernel_hf.errors import AutokernelError, UsageError
 from autokernel_hf.extract import extract, starters
 from autokernel_hf.figures import scores_of
@@ -69,6 +70,7 @@ def optimize(
     """
     progress = progress or Silent()
     started = time.monotonic()
+    need_cache()
     if resume is not None:
         run = Run.open(resume)
         progress.stage(f"Resuming {resume}")
@@ -441,6 +443,7 @@ def devices_of(settings: RunSettings, target: Target) -> list[str]:
 def _judge_on(device: str, target: Target) -> contextlib.AbstractContextManager[Judging]:
     from autokernel_hf.evaluate import Judge
 
+    need_cache()
     return Judge(
         target.kernel_type,
         target.backend,

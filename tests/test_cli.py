@@ -368,6 +368,43 @@ def test_doctor_names_a_variable_that_breaks_every_hub_call(monkeypatch: pytest.
     assert found.remedy == "unset DO_NOT_TRACK"
 
 
+def test_doctor_examines_an_installation_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it did not import
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.setattr(doctor, "installed", lambda name: {"huggingface_hub": "1.40.0"}.get(name))
+    found = {c.name: c for c in doctor.examine()}
+    assert not found["torch"].ok
+    assert found["gpu"].detail.startswith("could not be tried: ModuleNotFoundError: ")
+    assert found["gpu"].remedy
+    assert not found["hub"].ok
+    assert found["huggingface_hub"].ok
+    assert "cannot publish" in found["huggingface_hub"].detail
+    assert found["build cache"].ok
+
+
+def test_a_build_cache_that_cannot_be_made_is_told_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run.create(tmp_path / "agent", "org/model", settings(max_experiments=6)) as run:
+        run.add_target(target(), [starter()])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path / "file" / "cache"))
+    source = Path(__file__).parent / "honest" / "rmsnorm_plain.cpp"
+    (candidate,) = run.path.glob("targets/*/kernel.cpp")
+    for command in (
+        ["bench", str(source), "--quick"],
+        ["optimize", "gpt2", "--random-weights", "--device", "cpu", "--out", str(tmp_path / "runs")],
+        ["try", str(candidate), "--note", "x", "--run", str(run.path)],
+        ["tune", str(tmp_path)],
+    ):
+        code, _, err = invoke(*command)
+        assert code == 1
+        assert f"The build cache {tmp_path / 'file' / 'cache'} cannot be written: Not a directory." in err
+        assert "set AUTOKERNEL_HF_CACHE to a folder that you can write" in err
+        assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_gpus_lists_this_device_and_the_known_ones() -> None:
     code, out, _ = invoke("gpus", "--json")
     document = json.loads(out)
