@@ -413,10 +413,10 @@ def searching(
             for device in devices_of(run.settings, target)
         ]
         ahead, depth = None, 1
-        if target.device.startswith("cuda") and any(c.backend == "cuda" for c in candidates):
+        if target.device.startswith("cuda"):
             from autokernel_hf.ahead import Ahead
 
-            ahead = sessions.enter_context(Ahead(target.device))
+            ahead = sessions.enter_context(Ahead(target.device, target.workloads))
             depth = ahead.processes
         yield Search(
             target,

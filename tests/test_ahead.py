@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing.connection
 import os
 import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +16,14 @@ from autokernel_hf import tunables
 from autokernel_hf.agent import Context, Playbook
 from autokernel_hf.ahead import Ahead
 from autokernel_hf.build import build
+from autokernel_hf.judge import compiled
+from autokernel_hf.judge.remote import Compiler
+from autokernel_hf.judge.server import NamespacesFirst, Server
+from autokernel_hf.judge.stages import place
+from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels import starter as starter_of
 from autokernel_hf.progress import Silent
-from autokernel_hf.records import Candidate, Evaluation, Proposal
+from autokernel_hf.records import Built, Candidate, Evaluation, Proposal
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, formula, settings, starter, target
@@ -168,6 +176,94 @@ def test_the_builder_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: 
     built = build(good, device="cuda")
     assert found == (good.digest, built.id)
     assert built.cached
+
+
+H200 = {
+    "target": ["cuda", 90, 32],
+    "properties": {
+        "max_shared_mem": 232448, "max_num_regs": 65536, "multiprocessor_count": 132, "warpSize": 32,
+        "sm_clock_rate": 1980000, "mem_clock_rate": 3201000, "mem_bus_width": 6144,
+    },
+}  # fmt: skip
+"""What Triton's driver says of an H200."""
+
+
+def test_what_triton_compiles_ahead_is_there_for_the_child_that_holds_the_same_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path))
+    source = starter_of("rmsnorm", "triton")
+    assert source is not None
+    candidate = Candidate(kernel_type="rmsnorm", backend="triton", source=source)
+    built = build(candidate, device="cuda")
+    other = build(candidate.model_copy(update={"source": source + "# another\n"}), device="cuda")
+    kind = kernel_type("rmsnorm")
+    calls = [
+        place(kind.build({"M": m, "N": n}, "bfloat16", {}), ()).arguments for m, n in ((512, 2048), (4, 4096))
+    ]
+    walls = NamespacesFirst()
+    server = Server(interpret=False, device="cuda")
+
+    def compiled_of(what: Built) -> bytes:
+        spawned = walls.start(lambda isolate: server.spawn(isolate=isolate))
+        assert spawned is not None
+        compiler = Compiler(spawned, timeout_s=120.0)
+        try:
+            return compiler.compile(what, calls, H200)
+        finally:
+            compiler.end()
+
+    try:
+        first = compiled_of(built)
+        with tarfile.open(fileobj=io.BytesIO(first)) as archive:
+            suffixes = [Path(n).suffix for n in archive.getnames()]
+        assert suffixes.count(".cubin") == suffixes.count(".ptx") == 2, "a variant for each row length"
+        assert compiled.keep(built.id, first) == len(suffixes)
+        assert compiled_of(built) == compiled.packed(tmp_path / "none", frozenset()), (
+            "nothing is left to compile"
+        )
+        assert len(compiled_of(other)) > 1 << 14, "another candidate starts with nothing"
+        compiled.drop_old(3600.0)
+        assert compiled.folder(built.id).is_dir()
+        compiled.drop(built.id)
+        assert not compiled.folder(built.id).exists()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b/c", "a/../b", ".hidden", "link"])
+def test_nothing_but_plain_files_is_kept_of_what_a_candidate_has_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path / "cache"))
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        member = tarfile.TarInfo(name)
+        if name == "link":
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(member)
+        else:
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(ValueError, match="no file of Triton's"):
+        compiled.keep("_ak_x", content.getvalue())
+    assert not compiled.folder("_ak_x").exists()
+    with pytest.raises(ValueError):
+        compiled.keep("_ak_x", b"no archive at all" * 100)
+
+
+def test_answers_that_nobody_asks_for_do_not_stop_the_builders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe holds a few hundred; a night has thousands."""
+    ours, theirs = multiprocessing.connection.Pipe()
+    ahead = Ahead("cuda")
+    ahead._channel = ours
+    candidate = starter().model_copy(update={"backend": "cuda"})
+    for number in range(3000):
+        assert ahead(candidate)
+        theirs.recv()
+        theirs.send((f"{number:064}", "_ak_rmsnorm_cuda_0123456789ab"))
+    assert ahead.finished(1.0) is not None
 
 
 def test_other_backends_are_left_to_the_judge(tmp_path: Path) -> None:

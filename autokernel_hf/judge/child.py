@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,17 @@ from torch import Tensor
 
 from autokernel_hf import build
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
-from autokernel_hf.judge import audit, graphs, launches, messages, precompile, sandbox, triton_seed, turn
+from autokernel_hf.judge import (
+    audit,
+    compiled,
+    graphs,
+    launches,
+    messages,
+    precompile,
+    sandbox,
+    triton_seed,
+    turn,
+)
 from autokernel_hf.judge.arena import POISON, Arena, Slot, same_bits
 from autokernel_hf.judge.bands import Bands
 from autokernel_hf.kernels.base import DTYPE_NAMES, DTYPES
@@ -172,6 +183,7 @@ class _Worker:
         return {"built": built.model_dump(mode="json")}
 
     def do_load(self, request: dict[str, Any]) -> dict[str, Any]:
+        compiled.copy_for(Path(request["path"]).name)
         watch = audit.Watch()
         self.module = build.load(request["path"])
         self.watch = watch
@@ -192,6 +204,25 @@ class _Worker:
         assert self.arena is not None
         if self.kernel_fn is not None and self.arena.memory.device.type == "cuda":
             self._compile_apart(request["calls"], request["limit_s"])
+        return {}
+
+    def do_device(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What Triton asks of this device while it compiles, for `do_ahead` in processes that do not start CUDA."""
+        from triton.runtime import driver
+
+        return {"device": precompile.StillDriver.like(driver.active).description()}
+
+    def do_ahead(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Compile what calls need, and write what came of it to a file; this process is of no other use afterwards."""
+        _, (descriptor,), _, _ = socket.recv_fds(self.channel, 1, 1)
+        assert self.kernel_fn is not None
+        own = Path(os.environ["TRITON_CACHE_DIR"])
+        already = compiled.names_in(own)
+        still = precompile.StillDriver.described(request["device"])
+        with tempfile.TemporaryDirectory() as claims:
+            precompile.compile_calls(self.kernel_fn, request["calls"], still, precompile.Claims(Path(claims)))
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(compiled.packed(own, already))
         return {}
 
     def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,22 @@ class StillDriver:
         properties = active.utils.get_device_properties(active.get_current_device())
         return cls(active.get_current_target(), _Utils(properties), getattr(active, "launcher_cls", None))
 
+    @classmethod
+    def described(cls, description: dict[str, Any]) -> StillDriver:
+        """What `description` has told of, without the launchers that some versions compile."""
+        from triton.backends.compiler import GPUTarget
+
+        target = GPUTarget(*description["target"])
+        return cls(target, _Utils({name: int(n) for name, n in description["properties"].items()}), None)
+
+    def description(self) -> dict[str, Any]:
+        """The driver's answers as JSON takes them, for `described` in another process."""
+        target = self.target
+        return {
+            "target": [target.backend, target.arch, target.warp_size],
+            "properties": self.utils.get_device_properties(0),
+        }
+
     def get_current_device(self) -> int:
         return 0
 

@@ -6,13 +6,14 @@ import contextlib
 import re
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from autokernel_hf.errors import JudgeError, ToolMissingError
-from autokernel_hf.judge import messages
+from autokernel_hf.judge import compiled, messages
 from autokernel_hf.judge.arena import Arena, Pool, Slot
 from autokernel_hf.judge.server import Spawned
 from autokernel_hf.judge.turn import Times
@@ -159,6 +160,38 @@ class Builder(Process):
         """
         self.busy = False
         return Built.model_validate(self._receive(_BUILD_TIMEOUT_S)["built"])
+
+
+class Compiler(Process):
+    """A process that holds one candidate, and compiles what its calls need; it makes none, and starts no device."""
+
+    def device(self, device: str) -> dict[str, Any]:
+        """What Triton asks of a GPU while it compiles. This process starts CUDA for it.
+
+        Raises:
+            Failed: It does not start.
+        """
+        self._command({"op": "wake", "device": device}, _START_TIMEOUT_S)
+        described = self._command({"op": "device"}, self.timeout_s).get("device")
+        if not isinstance(described, dict):
+            raise self._forged()
+        return described
+
+    def compile(
+        self, built: Built, calls: Sequence[Sequence[tuple[str, object]]], device: dict[str, Any]
+    ) -> bytes:
+        """What Triton has made of these calls for a GPU that `device` described, as `compiled.keep` takes it.
+
+        Raises:
+            Failed: It does not import, or did not end in time.
+        """
+        self._command({"op": "load", "path": built.path, "kernel_type": built.kernel_type}, self.timeout_s)
+        with tempfile.TemporaryFile() as file:
+            self._send({"op": "ahead", "calls": [_wire(args) for args in calls], "device": device})
+            socket.send_fds(self.spawned.channel, [b"."], [file.fileno()])
+            self._receive(_BUILD_TIMEOUT_S)
+            file.seek(0)
+            return file.read(compiled.MOST_BYTES)
 
 
 class Child(Process):
