@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from autokernel_hf.records import ModelSpec
 
 _PANEL = "Model options"
-_BACKENDS = ("auto", "triton", "cuda", "cpp")
 _MAX_ELEMENTS = 2**40
 _MODEL_HELP = "A Hub id (gpt2, meta-llama/...), a folder, or file.py:ClassName."
 Device = Annotated[
@@ -128,12 +127,6 @@ def check_device(text: str) -> None:
     """Raises UsageError where `text` names no device that any machine could have."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", text):
         raise UsageError(f"--device {text} is no device.", remedy="Use auto, cpu, cuda or cuda:N.")
-
-
-def check_backend(text: str) -> None:
-    """Raises UsageError for an unknown kind of kernels."""
-    if text not in _BACKENDS:
-        raise UsageError(f"--backend {text} is unknown.", remedy="Use auto, triton, cuda or cpp.")
 
 
 def shape(text: str | None) -> tuple[int, ...] | None:

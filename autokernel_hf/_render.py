@@ -247,7 +247,3 @@ def ratio(value: float | None) -> str:
 
 def interval(value: tuple[float, float] | None) -> str:
     return "" if value is None else f"[{value[0]:.3f}, {value[1]:.3f}]"
-
-
-def known(value: int | None) -> str:
-    return "unknown" if value is None else str(value)

@@ -22,7 +22,6 @@ from autokernel_hf._options import (
     Json,
     ModelOptions,
     TrustRemoteCode,
-    check_backend,
     check_device,
     numbers,
     seconds,
@@ -66,11 +65,11 @@ def optimize(
     max_cost: Annotated[float | None, typer.Option(min=0.0, help="Dollars that the run may spend.")] = None,
     price_in: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Dollars per million tokens of questions [as the server says]."),
+        typer.Option(min=0.0, help="Dollars per million tokens of questions (default: as the server says)."),
     ] = None,
     price_out: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Dollars per million tokens of answers [as the server says]."),
+        typer.Option(min=0.0, help="Dollars per million tokens of answers (default: as the server says)."),
     ] = None,
     devices: Annotated[
         str | None,
@@ -103,23 +102,6 @@ def optimize(
             raise UsageError(
                 "Name a model, or a run with --resume, not both or neither.", remedy="See optimize --help."
             )
-        check_backend(backend)
-        if proposer not in ("playbook", "llm", "external"):
-            raise UsageError(f"--proposer {proposer} is unknown.", remedy="Use playbook, llm or external.")
-        if proposer == "llm" and llm is None:
-            raise UsageError("The llm proposer needs a model.", remedy="Name one with --llm.")
-        asked = (llm, base_url, max_tokens, max_cost, price_in, price_out)
-        if proposer != "llm" and any(a is not None for a in asked):
-            raise UsageError(
-                f"--llm, --base-url, --max-tokens, --max-cost and prices mean nothing to the {proposer} proposer.",
-                remedy="Add --proposer llm, or leave them out.",
-            )
-        if (price_in is None) != (price_out is None):
-            raise UsageError("--price-in and --price-out go together.", remedy="Give both, or neither.")
-        if base_url is not None:
-            from autokernel_hf.llm import check_base_url
-
-            check_base_url(base_url)
         spec = options.spec(model or "")
         settings = RunSettings(
             spec=spec,
@@ -139,10 +121,8 @@ def optimize(
             license=license,
             devices=numbers(devices),
         )
-        if resume is not None:
-            plain = RunSettings(spec=ModelOptions().spec(""))
-            if settings != plain:
-                logger.warning("A resumed run keeps its own settings: the other options are ignored.")
+        if resume is not None and settings != RunSettings(spec=ModelOptions().spec("")):
+            logger.warning("A resumed run keeps its own settings: the other options are ignored.")
         record = pipeline.optimize(settings, out=out, resume=resume, progress=console)
         console.result(record, render.optimize_text)
         if record.status == "failed":
@@ -220,13 +200,14 @@ def extract(
         from autokernel_hf import pipeline
         from autokernel_hf.records import Profile
         from autokernel_hf.runs import Run, RunSettings
+        from autokernel_hf.settings import check_settings
 
-        check_backend(backend)
         known = Profile.load(Path(model)) if model.endswith(".json") and Path(model).is_file() else None
         spec = known.spec if known else options.spec(model)
         settings = RunSettings(
             spec=spec, backend=backend, proposer="external", top=top, max_experiments=max_experiments
         )
+        check_settings(settings)
         found = known or pipeline.profile_model(spec)
         with Run.create(out, found.model.id, settings) as run:
             run.save_profile(found)

@@ -45,6 +45,7 @@ from autokernel_hf.records import (
 )
 from autokernel_hf.runs import Run, RunSettings
 from autokernel_hf.search import Diagnose, Judging, Limits, Search, Stop
+from autokernel_hf.settings import check_settings
 from autokernel_hf.shipping import finish, is_wrong, stage, verify_the_helpful, winner_of
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def optimize(
         run = Run.open(resume)
         progress.stage(f"Resuming {resume}")
     else:
-        _check_names(settings)
+        check_settings(settings)
         settings = _with_devices(settings)
         progress.stage(f"Pulling {settings.spec.model}")
         pulled = pull(settings.spec)
@@ -134,20 +135,6 @@ def _with_devices(settings: RunSettings) -> RunSettings:
         )
     worker.call("devices", worker.DevicesRequest(wanted=settings.devices), worker.Devices)
     return settings.model_copy(update={"spec": settings.spec.model_copy(update={"device": first})})
-
-
-def _check_names(settings: RunSettings) -> None:
-    """Refuse a name or a licence now that would be refused when the search is done.
-
-    Raises:
-        UsageError: No package can be called so, whichever kernels win; or it is no licence.
-    """
-    from autokernel_hf.export_hf import check_license, package_name
-    from autokernel_hf.kernels import kernel_types
-
-    check_license(settings.license)
-    if settings.name is not None:
-        package_name(settings.name, max(kernel_types(), key=len))
 
 
 @contextmanager
@@ -565,7 +552,7 @@ def _status(
 def _reason(results: Sequence[TargetResult], verification: Verification | None) -> str:
     if verification is not None:
         return verification.reason
-    tried = [r for r in results if r.status != "skipped"]
+    tried = [r for r in results if r.status != "skipped" or r.backend is not None]
     if not tried:
         return "no kernel type has enough to gain in this model on this device"
     return "; ".join(f"{r.name}: {r.reason}" for r in tried)

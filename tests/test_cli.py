@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner
 
+import autokernel_hf
 from autokernel_hf import doctor, pipeline, shipping, tunables
 from autokernel_hf.agent import Playbook
 from autokernel_hf.cli import app
-from autokernel_hf.errors import ToolMissingError, last_words
+from autokernel_hf.errors import ToolMissingError, UsageError, last_words
 from autokernel_hf.progress import Silent
-from autokernel_hf.records import Evaluation, ModelSpec, Proposal, PulledModel
+from autokernel_hf.records import Evaluation, ModelSpec, Proposal, PulledModel, TargetResult
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
@@ -129,6 +131,9 @@ def test_help_answers_in_half_a_second_of_processor_time() -> None:
         (["optimize", "gpt2", "--proposer", "llm"], 2),
         (["optimize", "gpt2", "--random-weights", "--name", "!!!"], 2),
         (["optimize", "gpt2", "--random-weights", "--license", ""], 2),
+        (["optimize", "gpt2", "--budget", "0s"], 2),
+        (["optimize", "gpt2", "--budget", "9" * 400 + "h"], 2),
+        (["optimize", "gpt2", "--proposer", "luck"], 2),
         (["optimize", "gpt2", "--llm", "some/model"], 2),
         (["optimize", "gpt2", "--max-cost", "1"], 2),
         (["optimize", "gpt2", "--proposer", "llm", "--llm", "m", "--price-in", "1"], 2),
@@ -468,6 +473,46 @@ def test_files_of_the_current_folder_shadow_no_module(
     monkeypatch.chdir(tmp_path)
     pulled = pipeline.pull(ModelSpec(model="net.py:Net", device="cpu", input_shape=(1, 4)))
     assert pulled.architecture == "Net"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"top": 0}, "--top 0 leaves nothing to do"),
+        ({"max_experiments": -1}, "--max-experiments -1 leaves nothing to do"),
+        ({"budget_s": 0.0}, "budget of 0 s"),
+        ({"backend": "fortran"}, "--backend fortran is unknown"),
+        ({"proposer": "luck"}, "--proposer luck is unknown"),
+        ({"max_cost": 1.0}, "mean nothing to the playbook proposer"),
+        ({"license": "no licence"}, "is no licence's identifier"),
+    ],
+)
+def test_python_and_the_command_line_refuse_the_same(
+    options: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pull(spec: ModelSpec) -> PulledModel:
+        raise AssertionError("the model is pulled before the options are looked at")
+
+    monkeypatch.setattr(pipeline, "pull", pull)
+    with pytest.raises(UsageError, match=told):
+        autokernel_hf.optimize("gpt2", random_weights=True, device="cpu", out=tmp_path, **options)
+
+
+def test_a_run_that_waits_for_a_coding_agent_says_so() -> None:
+    def skipped(backend: Literal["cpp"] | None, reason: str) -> TargetResult:
+        return TargetResult(
+            name="rmsnorm", kernel_type="rmsnorm", backend=backend, share=0.1, status="skipped", reason=reason
+        )
+
+    waiting, passed_over = skipped("cpp", "left to a coding agent"), skipped(None, "too little to measure")
+    assert pipeline._reason([passed_over, waiting], None) == "rmsnorm: left to a coding agent"
+    assert pipeline._reason([passed_over], None).startswith("no kernel type has enough to gain")
+
+
+def test_help_keeps_what_stands_in_brackets() -> None:
+    """Typer reads square brackets as markup."""
+    text = " ".join(invoke("optimize", "--help")[1].replace("\u2502", " ").split())
+    assert re.search(r"tokens of questions\s+\(default: as the server says\)", text)
 
 
 def test_an_interrupted_run_is_named_with_the_way_to_go_on(
