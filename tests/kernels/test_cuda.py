@@ -40,16 +40,26 @@ TYPES = (
     "cross_entropy",
     "rotary_embedding",
     "reduce",
+    "rmsnorm_backward",
+    "layernorm_backward",
+    "gated_activation_backward",
+    "cross_entropy_backward",
+    "softmax_backward",
+    "rotary_embedding_backward",
     "matmul",
     "fused_mlp",
     "flash_attention",
 )
 # Their speed is that of memory: a spill would cost it.
-MEMORY_BOUND = TYPES[:9]
+MEMORY_BOUND = TYPES[:15]
 ARCHS = ("sm_80", "sm_90a", "sm_100")
 STAGES: tuple[Stage, ...] = ("shapes", "numerics", "edges")
 # Emulation takes its time, of products most: every n-th call is run.
-EVERY = dict.fromkeys(MEMORY_BOUND, 2) | {"matmul": 3, "fused_mlp": 5, "flash_attention": 6}
+EVERY = (
+    dict.fromkeys(MEMORY_BOUND[:9], 2)
+    | dict.fromkeys(MEMORY_BOUND[9:], 5)
+    | {"matmul": 3, "fused_mlp": 5, "flash_attention": 6}
+)
 
 
 def source_of(name: str) -> str:
@@ -208,6 +218,10 @@ LARGE: dict[str, tuple[dict[str, int], dict[str, Scalar], dict[str, Scalar]]] = 
     "add_norm": ({"M": 2, "N": 40000}, {"kind": "layer"}, {}),
     "reduce": ({"M": 3, "N": 200001}, {"op": "mean"}, {}),
     "cross_entropy": ({"N": 3, "V": 128256}, {"label_smoothing": 0.1}, {}),
+    "softmax_backward": ({"M": 2, "N": 20000}, {}, {}),
+    "layernorm_backward": ({"M": 3, "N": 20000}, {}, {}),
+    "rmsnorm_backward": ({"M": 3, "N": 20000}, {}, {}),
+    "cross_entropy_backward": ({"N": 3, "V": 128256}, {"label_smoothing": 0.1}, {}),
     "flash_attention": ({"B": 1, "Hq": 2, "Hk": 1, "Sq": 300, "Sk": 330, "D": 72}, {"causal": True}, {}),
 }
 
@@ -223,6 +237,29 @@ def test_starter_is_right_on_large_calls(workshop: Workshop, name: str) -> None:
         workload = kind.build(axes, dtype, options)
         args = make_inputs(kind, workload, seed=7)
         assert not problem(kind, workload, args, kernel(args, schedule=i)), dtype
+
+
+# Calls that a device with clusters splits among the blocks of one.
+CLUSTERED: dict[str, tuple[tuple[dict[str, int], dict[str, Scalar]], ...]] = {
+    "rmsnorm": (({"M": 3, "N": 40003}, {}), ({"M": 2, "N": 65536}, {"offset": 1.0})),
+    "layernorm": (({"M": 3, "N": 40003}, {}), ({"M": 2, "N": 65536}, {"bias": None})),
+    "add_norm": (({"M": 3, "N": 40003}, {"kind": "layer"}), ({"M": 2, "N": 65536}, {})),
+    "softmax": (({"M": 3, "N": 70001}, {}), ({"M": 2, "N": 131072}, {})),
+    "reduce": (({"M": 3000, "N": 64}, {"op": "prod", "dim": 0}), ({"L": 2, "M": 1500, "N": 33}, {"dim": 1})),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_what_a_cluster_shares_is_right(name: str, workshop: Workshop) -> None:
+    kind = kernel_type(name)
+    kernel = Emulated(kind, source_of(name), workshop.folder, clusters=True)
+    for i, (axes, options) in enumerate(CLUSTERED[name]):
+        for dtype in ("float32", "bfloat16"):
+            args = make_inputs(kind, kind.build(axes, dtype, options), seed=i)
+            results = [kernel(args, schedule=schedule) for schedule in range(3)]
+            workload = kind.build(axes, dtype, options)
+            assert not problem(kind, workload, args, results[0]), f"{axes} {dtype}"
+            assert all(same_bits(results[0], other) for other in results[1:]), f"{axes} {dtype}"
 
 
 def test_columns_are_split_among_blocks_and_reduced_in_packs(workshop: Workshop) -> None:
@@ -295,6 +332,58 @@ def test_every_value_of_every_tunable_is_right(workshop: Workshop, name: str) ->
         assert made >= 3
 
 
+_BULK_COPIES = """
+#include "autokernel.h"
+#include <cuda_runtime.h>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ void make(uint64_t *barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
+}
+__device__ void expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ void copy(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               : : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+__device__ bool arrived(uint64_t *barrier, uint32_t parity) {
+  uint32_t yes;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(yes) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return yes != 0;
+}
+#endif
+__global__ void twice(const float *x, float *y) {
+  __shared__ alignas(16) float row[256];
+  __shared__ alignas(8) uint64_t full[2];
+  const int t = threadIdx.x;
+  if (t == 0) {
+    make(full);
+    make(full + 1);
+    expect(full, 1024);
+    copy(row, x, 1024, full);
+  }
+  __syncthreads();
+  while (!arrived(full, 0)) continue;
+  const float first = row[t];
+  __syncthreads();  // all have read
+  if (t == 0) {
+    expect(full + 1, 1024);
+    copy(row + 4, x, 1008, full + 1);
+    copy(row, x + 252, 16, full + 1);
+  }
+  while (!arrived(full + 1, 0)) continue;
+  y[t] = first + row[t];
+}
+extern "C" int rmsnorm(const AkTensor *x, const AkTensor *, double, double, const AkTensor *out, const AkContext *ctx) {
+  cudaStream_t stream = (cudaStream_t)ctx->stream;
+  twice<<<1, 256, 0, stream>>>((const float *)x->data, (float *)out->data);
+  return (int)cudaGetLastError();
+}
+"""
+
+
 # --- the emulation itself: it must see what is wrong ----------------------------------------------------------------
 
 
@@ -314,6 +403,33 @@ def test_emulation_sees_a_missing_barrier(workshop: Workshop) -> None:
     args = inputs("rmsnorm", M=2, N=2048)
     results = [kernel(args, schedule=schedule) for schedule in range(3)]
     assert not all(same_bits(results[0], other) for other in results[1:])
+
+
+def test_emulation_sees_a_block_that_ends_while_its_cluster_reads_from_it(workshop: Workshop) -> None:
+    source = source_of("rmsnorm")
+    last = "if constexpr (CLUSTER) cluster_wait();"
+    assert last in source
+    kernel = Emulated(kernel_type("rmsnorm"), source.replace(last, ""), workshop.folder, clusters=True)
+    with pytest.raises(EmulationError, match="of which a thread has returned"):
+        kernel(inputs("rmsnorm", M=2, N=65536))
+
+
+def test_emulation_sees_a_bulk_copy_over_what_is_still_read_and_a_wait_for_nothing(tmp_path: Path) -> None:
+    """A block copies its row twice: over the first copy, after a barrier or before all have read it."""
+    source = _BULK_COPIES
+    kind = kernel_type("rmsnorm")
+    args = inputs("rmsnorm", M=1, N=256)
+    (right,) = Emulated(kind, source, tmp_path, clusters=True)(args)
+    assert torch.equal(right, args["x"] + args["x"].roll(4, -1))
+    early = Emulated(
+        kind, source.replace("  __syncthreads();  // all have read", ""), tmp_path, clusters=True
+    )
+    assert not all(torch.equal(early(args, schedule=schedule)[0], right) for schedule in range(3))
+    never = Emulated(
+        kind, source.replace("expect(full, 1024);", "expect(full, 1040);"), tmp_path, clusters=True
+    )
+    with pytest.raises(EmulationError, match="nothing completes"):
+        never(args)
 
 
 def test_emulation_sees_an_access_past_the_end(workshop: Workshop) -> None:
