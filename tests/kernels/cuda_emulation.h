@@ -5,7 +5,8 @@
 // is poisoned with NaN before every block and ends at an unreadable page; a bad access, a misaligned one, a barrier
 // that not all threads reach and a launch beyond a device's limits end the launch with an error instead of a result.
 // Asynchronous copies to shared memory happen as late as they may. Of PTX it knows mma.m16n8k16, ldmatrix, cp.async and ex2,
-// and clusters of blocks where it plays a device of compute capability 9.0: their blocks run side by side.
+// and clusters of blocks (which run side by side), mbarriers, bulk copies and st.async where it plays a device of compute
+// capability 9.0.
 //
 // cuda_emulation.py rewrites what a C++ compiler cannot read: <<<>>>, __shared__ and asm.
 #pragma once
@@ -334,6 +335,75 @@ inline uint32_t in_cluster(uint32_t address, int rank) {
   return (uint32_t)(address % kArenas + rank * kArenas);
 }
 
+// An mbarrier: a phase is over when so many have arrived and all bytes that they expect have come. A bulk copy happens at
+// once where threads run forward, so that whoever still reads what was there before reads the new; else as late as it may.
+struct Mbarrier {
+  int count, missing;
+  long long bytes;
+  unsigned phase;
+  std::vector<Copy> copies;
+};
+inline std::map<uint32_t, Mbarrier> mbarriers;
+inline long long looks = 0;   // in vain, one after the other
+
+inline Mbarrier &mbarrier(uint32_t address) {
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail(cudaErrorIllegalAddress, "no barrier was made at shared address %u", address);
+  return found->second;
+}
+inline void make_mbarrier(uint32_t address, int count) {
+  if (address % 8 != 0) fail(cudaErrorIllegalAddress, "a barrier at shared address %u", address);
+  mbarriers[address] = {count, count, 0, 0, {}};
+}
+inline void came(Mbarrier &barrier, long long bytes) {
+  barrier.bytes -= bytes;
+  if (barrier.missing > 0 || barrier.bytes != 0) return;
+  barrier.phase++;
+  barrier.missing = barrier.count;
+}
+inline void arrive_and_expect(uint32_t address, uint32_t bytes) {
+  Mbarrier &barrier = mbarrier(address);
+  if (--barrier.missing < 0) fail(cudaErrorIllegalAddress, "more arrivals at a barrier than it was made for");
+  barrier.bytes += bytes;
+  came(barrier, 0);
+}
+inline void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t address) {
+  const size_t own = current->rank * kArenas;
+  if (to % 16 != 0 || (uintptr_t)from % 16 != 0 || bytes % 16 != 0 || to < own || to + bytes > own + kArena)
+    fail(cudaErrorIllegalAddress, "bulk copy of %u bytes from %p to shared address %u", bytes, from, to);
+  Mbarrier &barrier = mbarrier(address);
+  if (schedule != 0) return barrier.copies.push_back({arena + to, from, bytes});
+  memcpy(arena + to, from, bytes);
+  came(barrier, bytes);
+}
+// Whether the phase of this parity is over; other threads run where it is not.
+inline uint32_t is_over(uint32_t address, uint32_t parity) {
+  Mbarrier &barrier = mbarrier(address);
+  std::vector<Copy> copies;
+  copies.swap(barrier.copies);
+  for (const Copy &copy : copies) {
+    memcpy(copy.to, copy.from, copy.bytes);
+    came(barrier, (long long)copy.bytes);
+  }
+  if ((barrier.phase & 1) != parity) {
+    looks = 0;
+    return 1;
+  }
+  if (++looks > 1000ll * live) fail(cudaErrorIllegalAddress, "deadlock: a barrier is waited for that nothing completes");
+  to_scheduler();
+  return 0;
+}
+// st.async of 16 bytes to an address of the cluster, told to a barrier there.
+inline void store_async(uint32_t to, uint32_t address, float x, float y, float z, float w) {
+  const int rank = (int)(to / kArenas);
+  for (int i = rank * in_block; i < (rank + 1) * in_block; i++)
+    if (fibers[i].done) fail(cudaErrorIllegalAddress, "a store to a block of which a thread has returned");
+  if (to % 16 != 0 || address / kArenas != to / kArenas) fail(cudaErrorIllegalAddress, "st.async to shared address %u", to);
+  const float values[4] = {x, y, z, w};
+  memcpy(arena + to, values, sizeof values);
+  came(mbarrier(address), sizeof values);
+}
+
 inline void warp_barrier(Op op) {
   const int first = current->index / 32 * 32;
   for (int i = first; i < first + 32; i++) {
@@ -355,6 +425,8 @@ inline void run_blocks(dim3 block) {
   for (auto &w : warps) w.arrived = 0;
   for (auto &barrier : barriers) barrier = {};
   at_cluster_barrier = cluster_phase = 0;
+  mbarriers.clear();
+  looks = 0;
   for (int i = 0; i < live; i++) {
     Fiber &fiber = fibers[i];
     fiber.done = false;

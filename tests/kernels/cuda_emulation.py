@@ -239,6 +239,19 @@ _CLUSTER_REGISTERS = {
     "mov.u32 %0, %%cluster_ctarank;": "emu::current->rank",
     "mov.u32 %0, %%cluster_nctarank;": "emu::cluster",
 }
+_BULK = (
+    (r"mbarrier\.init\.shared::cta\.b64 \[%0\], (1|%1);", "make_mbarrier"),
+    (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%0\], %1;", "arrive_and_expect"),
+    (
+        r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[%0\], \[%1\], %2, \[%3\];",
+        "copy_bulk",
+    ),
+    (r"\{ ?\.reg \.pred p; mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[%1\], %2; selp.*\}", "is_over"),
+    (
+        r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.f32 \[%0\], \{%2, %3, %4, %5\}, \[%1\];",
+        "store_async",
+    ),
+)
 _LDMATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
 
 
@@ -281,6 +294,14 @@ def _ptx(match: re.Match[str]) -> str:
         return f"{operands[0]} = emu::in_cluster({operands[1]}, {operands[2]});"
     if load := re.fullmatch(r"ld\.shared::cluster\.f(32|64) %0, \[%1\];", code):
         return f"{operands[0]} = emu::of_cluster<{'float' if load[1] == '32' else 'double'}>({operands[1]});"
+    for pattern, function in _BULK:
+        if re.fullmatch(pattern, code):
+            result = f"{operands[0]} = " if "try_wait" in code else ""
+            constant = ", 1" if code.endswith("[%0], 1;") else ""
+            given = operands[1:] if result else operands
+            return f"{result}emu::{function}({', '.join(given)}{constant});"
+    if code == "fence.mbarrier_init.release.cluster;":
+        return ";"
     raise ValueError(f"PTX that the emulation does not know: {code}")
 
 

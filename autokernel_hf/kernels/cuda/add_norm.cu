@@ -21,6 +21,7 @@ constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
+constexpr int64_t kFew = 1 << 17;  // packs of all rows, up to which a row's parameters are read while it is summed
 constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
 constexpr int kLargestCluster = 4;  // for longer rows, reading twice was faster on an H200
 static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
@@ -115,24 +116,14 @@ struct Span {
   // Whether pack p, one of `packs`, is all of the row's.
   __device__ __forceinline__ bool whole(int p) const { return ALIGNED || (p * V >= lead && (p + 1) * V <= end); }
   __device__ __forceinline__ bool has(int element) const { return ALIGNED || (element >= lead && element < end); }
-  // Pack p of memory that starts `lead` elements before the row; `fill`, a word, in the place of what is not the row's.
-  __device__ __forceinline__ Raw<T, V> load(const T *start, int p, bool cold, uint32_t fill = 0) const {
-    Raw<T, V> raw;
-    if (whole(p)) {
-      raw.load(start + p * V, cold);
-    } else {
-      uint32_t words[4] = {fill, fill, fill, fill};
+  // The elements of pack p, `fill` in the place of what is not the row's. A pack is read whole, also at the ends of a row:
+  // memory is given out in granules larger than it.
+  __device__ __forceinline__ void floats(const Raw<T, V> &raw, int p, float (&v)[V], float fill) const {
+    raw.floats(v);
+    if (whole(p)) return;
 #pragma unroll
-      for (int i = 0; i < V; i++) {
-        if (!has(p * V + i)) continue;
-        const int shift = i % kInWord<T> * 16;
-        const uint32_t bits = reinterpret_cast<const Bits *>(start)[p * V + i];
-        uint32_t &word = words[i / kInWord<T>];
-        word = sizeof(T) == 2 ? (word & (0xffff0000u >> shift)) | bits << shift : bits;
-      }
-      raw.bits = {words[0], words[1], words[2], words[3]};
-    }
-    return raw;
+    for (int i = 0; i < V; i++)
+      if (!has(p * V + i)) v[i] = fill;
   }
   __device__ __forceinline__ void store(T *start, int p, const Raw<T, V> &raw, bool cold) const {
     if (whole(p)) {
@@ -359,8 +350,44 @@ __device__ __forceinline__ Raw<T, V> add(const Raw<T, V> &a, const Raw<T, V> &b)
   return sum;
 }
 
+// Adds the squares of deviations from a mean, and the deviations where they are asked for.
+template <typename T, int V>
+__device__ __forceinline__ void deviate(const float (&v)[V], float mean, float &squares, float &deviations) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    squares += (v[i] - mean) * (v[i] - mean);
+    if (kCorrects<T>) deviations += v[i] - mean;
+  }
+}
+
+// A parameter's packs for those that a thread holds, on their way while the row is summed: worth their registers where there
+// are few rows, and a kernel's time is that of one load after the other.
+template <typename T, int HELD, bool ALIGNED, bool EARLY>
+struct Ahead {
+  static constexpr int V = kPack<T>;
+  Raw<T, V> raw[EARLY ? HELD : 1];
+  __device__ __forceinline__ static bool taken(Parameter parameter) {
+    return EARLY && parameter.data != NULL && (sizeof(T) == 4 || !parameter.is_float);
+  }
+  __device__ __forceinline__ void load(Parameter parameter, int packs) {
+    if (!taken(parameter)) return;
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      const int p = threadIdx.x + k * blockDim.x;
+      if (p < packs) raw[EARLY ? k : 0].load(static_cast<const T *>(parameter.data) + p * V, false);
+    }
+  }
+  // Those of pack p, the thread's k-th.
+  __device__ __forceinline__ void values(Parameter parameter, const Span<T, ALIGNED> &span, int k, int p, float (&v)[V]) const {
+    if (taken(parameter))
+      raw[EARLY ? k : 0].floats(v);
+    else
+      load_for<T, ALIGNED>(parameter, span, p, v);
+  }
+};
+
 // Rows of at most blockDim.x * HELD packs; CLUSTER: so many for each block of a cluster, which takes one row.
-template <typename T, int HELD, bool ALIGNED, bool CLUSTER>
+template <typename T, int HELD, bool ALIGNED, bool CLUSTER, bool EARLY = false>
 __global__ void __launch_bounds__(kMaxThreads)
     held_rows(const T *__restrict__ x, Rows x_rows, const T *__restrict__ residual, Rows residual_rows,
               Parameter weight, Parameter bias, float eps, float offset, bool layer, T *__restrict__ out,
@@ -387,8 +414,8 @@ __global__ void __launch_bounds__(kMaxThreads)
       for (int g = 0; g < GROUP; g++) {
         const int p = begin + (group + g) * lanes;
         if (p >= packs) continue;
-        held[group + g] = span.load(a - span.lead, p, kColdLoad);
-        other[g] = span.load(b - span.lead, p, kColdLoad);
+        held[group + g].load(a - span.lead + p * V, kColdLoad);
+        other[g].load(b - span.lead + p * V, kColdLoad);
       }
 #pragma unroll
       for (int g = 0; g < GROUP; g++) {
@@ -397,7 +424,7 @@ __global__ void __launch_bounds__(kMaxThreads)
         held[k] = add<T, V>(held[k], other[g]);
         span.store(s, p, held[k], kColdStore);
         float v[V];
-        held[k].floats(v);
+        span.floats(held[k], p, v, 0.0f);
 #pragma unroll
         for (int i = 0; i < V; i++) {
           if (layer)
@@ -411,6 +438,9 @@ __global__ void __launch_bounds__(kMaxThreads)
       const float own = elements_of(cluster_rank(), lanes * HELD * V, span.lead, span.end);
       inverse = own > 0.0f ? 1.0f / own : 0.0f;
     }
+    Ahead<T, HELD, ALIGNED, EARLY> weights, biases;
+    weights.load(weight, packs);
+    biases.load(bias, packs);
     float mean = 0.0f, correction = 0.0f;
     if (layer) {
       mean = row_sum(sum, partial[0]) * inverse;
@@ -420,19 +450,8 @@ __global__ void __launch_bounds__(kMaxThreads)
         const int p = begin + k * lanes;
         if (p >= packs) continue;
         float v[V];
-        held[k].floats(v);
-        const auto take = [&](float deviation) {
-          squares += deviation * deviation;
-          if (kCorrects<T>) deviations += deviation;
-        };
-        if (span.whole(p)) {
-#pragma unroll
-          for (int i = 0; i < V; i++) take(v[i] - mean);
-        } else {
-#pragma unroll
-          for (int i = 0; i < V; i++)
-            if (span.has(p * V + i)) take(v[i] - mean);
-        }
+        span.floats(held[k], p, v, mean);
+        deviate<T, V>(v, mean, squares, deviations);
       }
       if (kCorrects<T>) correction = row_sum(deviations, partial[2]) * inverse;
     }
@@ -452,12 +471,12 @@ __global__ void __launch_bounds__(kMaxThreads)
       held[k].floats(v);
       normalize<T, V>(v, norm);
       if (weight.data != NULL) {
-        load_for<T, ALIGNED>(weight, span, p, parameter);
+        weights.values(weight, span, k, p, parameter);
 #pragma unroll
         for (int i = 0; i < V; i++) v[i] *= offset + parameter[i];
       }
       if (bias.data != NULL) {
-        load_for<T, ALIGNED>(bias, span, p, parameter);
+        biases.values(bias, span, k, p, parameter);
 #pragma unroll
         for (int i = 0; i < V; i++) v[i] += parameter[i];
       }
@@ -675,7 +694,9 @@ int run(const AkTensor *x, const AkTensor *residual, const AkTensor *weight, con
     return (int)cudaGetLastError();
   };
   if (same && units <= (int64_t)kHeld * kMaxThreads)
-    return packs ? one(held_rows<T, kHeld, true, false>, kHeld) : one(held_rows<T, kHeld, false, false>, kHeld);
+    return packs && M * units < kFew ? one(held_rows<T, kHeld, true, false, true>, kHeld)
+           : packs                    ? one(held_rows<T, kHeld, true, false>, kHeld)
+                                      : one(held_rows<T, kHeld, false, false>, kHeld);
   if (packs && units <= (int64_t)kHeldLong * kMaxThreads) return one(held_rows<T, kHeldLong, true, false>, kHeldLong);
   const auto in_clusters = held_rows<T, kHeldLong, false, true>;
   const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);

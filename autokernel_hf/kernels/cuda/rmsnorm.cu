@@ -21,7 +21,8 @@ constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
-constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
+constexpr int64_t kFew = 1 << 17;  // packs of all rows, up to which a row's parameters are read while it is summed
+constexpr int kMost = 6;          // packs of a thread in rows that one block holds where there are no clusters
 constexpr int kLargestCluster = 8;
 static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
@@ -115,24 +116,14 @@ struct Span {
   // Whether pack p, one of `packs`, is all of the row's.
   __device__ __forceinline__ bool whole(int p) const { return ALIGNED || (p * V >= lead && (p + 1) * V <= end); }
   __device__ __forceinline__ bool has(int element) const { return ALIGNED || (element >= lead && element < end); }
-  // Pack p of memory that starts `lead` elements before the row; `fill`, a word, in the place of what is not the row's.
-  __device__ __forceinline__ Raw<T, V> load(const T *start, int p, bool cold, uint32_t fill = 0) const {
-    Raw<T, V> raw;
-    if (whole(p)) {
-      raw.load(start + p * V, cold);
-    } else {
-      uint32_t words[4] = {fill, fill, fill, fill};
+  // The elements of pack p, `fill` in the place of what is not the row's. A pack is read whole, also at the ends of a row:
+  // memory is given out in granules larger than it.
+  __device__ __forceinline__ void floats(const Raw<T, V> &raw, int p, float (&v)[V], float fill) const {
+    raw.floats(v);
+    if (whole(p)) return;
 #pragma unroll
-      for (int i = 0; i < V; i++) {
-        if (!has(p * V + i)) continue;
-        const int shift = i % kInWord<T> * 16;
-        const uint32_t bits = reinterpret_cast<const Bits *>(start)[p * V + i];
-        uint32_t &word = words[i / kInWord<T>];
-        word = sizeof(T) == 2 ? (word & (0xffff0000u >> shift)) | bits << shift : bits;
-      }
-      raw.bits = {words[0], words[1], words[2], words[3]};
-    }
-    return raw;
+    for (int i = 0; i < V; i++)
+      if (!has(p * V + i)) v[i] = fill;
   }
   __device__ __forceinline__ void store(T *start, int p, const Raw<T, V> &raw, bool cold) const {
     if (whole(p)) {
@@ -298,9 +289,35 @@ __device__ __forceinline__ float cluster_sum(float mine, float *slot) {
   return sum;
 }
 
+// A parameter's packs for those that a thread holds, on their way while the row is summed: worth their registers where there
+// are few rows, and a kernel's time is that of one load after the other.
+template <typename T, int HELD, bool ALIGNED, bool EARLY>
+struct Ahead {
+  static constexpr int V = kPack<T>;
+  Raw<T, V> raw[EARLY ? HELD : 1];
+  __device__ __forceinline__ static bool taken(Parameter parameter) {
+    return EARLY && parameter.data != NULL && (sizeof(T) == 4 || !parameter.is_float);
+  }
+  __device__ __forceinline__ void load(Parameter parameter, int packs) {
+    if (!taken(parameter)) return;
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      const int p = threadIdx.x + k * blockDim.x;
+      if (p < packs) raw[EARLY ? k : 0].load(static_cast<const T *>(parameter.data) + p * V, false);
+    }
+  }
+  // Those of pack p, the thread's k-th.
+  __device__ __forceinline__ void values(Parameter parameter, const Span<T, ALIGNED> &span, int k, int p, float (&v)[V]) const {
+    if (taken(parameter))
+      raw[EARLY ? k : 0].floats(v);
+    else
+      load_for<T, ALIGNED>(parameter, span, p, v);
+  }
+};
+
 // Rows of at most blockDim.x * HELD packs; CLUSTER: so many for each block of a cluster, which takes one row.
-template <typename T, int HELD, bool ALIGNED, bool CLUSTER>
-__global__ void __launch_bounds__(kMaxThreads)
+template <typename T, int HELD, bool ALIGNED, bool CLUSTER, bool EARLY = false>
+__global__ void __launch_bounds__(kMaxThreads, EARLY ? 1 : 0)
     held_rows(const T *__restrict__ x, Rows rows, Parameter weight, float eps, float offset, T *__restrict__ out,
               int64_t M, int N, float inverse) {
   constexpr int V = kPack<T>;
@@ -319,14 +336,16 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
       const int p = begin + k * lanes;
-      if (p < packs) held[k] = span.load(in - span.lead, p, kColdLoad);
+      if (p < packs) held[k].load(in - span.lead + p * V, kColdLoad);
     }
+    Ahead<T, HELD, ALIGNED, EARLY> weights;
+    weights.load(weight, packs);
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
       if (begin + k * lanes >= packs) continue;
       float v[V];
-      held[k].floats(v);
+      span.floats(held[k], begin + k * lanes, v, 0.0f);
 #pragma unroll
       for (int i = 0; i < V; i++) sum += v[i] * v[i];
     }
@@ -340,7 +359,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       if (p >= packs) continue;
       float v[V], w[V];
       held[k].floats(v);
-      load_for<T, ALIGNED>(weight, span, p, w);
+      weights.values(weight, span, k, p, w);
 #pragma unroll
       for (int i = 0; i < V; i++) v[i] = v[i] * scale * (offset + w[i]);
       held[k].take(v);
@@ -352,7 +371,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // Rows of any length, read once for the sum and once for the result.
 template <typename T, int V>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     streamed_rows(const T *__restrict__ x, Rows rows, Parameter weight, float eps, float offset, T *__restrict__ out,
                   int64_t M, int64_t N) {
   constexpr int UNROLL = V == 1 ? 8 : 4;
@@ -512,7 +531,9 @@ int run(const AkTensor *x, const AkTensor *weight, float eps, float offset, cons
     return (int)cudaGetLastError();
   };
   if (same && units <= (int64_t)kHeld * kMaxThreads)
-    return packs ? one(held_rows<T, kHeld, true, false>, kHeld) : one(held_rows<T, kHeld, false, false>, kHeld);
+    return packs && M * units < kFew ? one(held_rows<T, kHeld, true, false, true>, kHeld)
+           : packs                    ? one(held_rows<T, kHeld, true, false>, kHeld)
+                                      : one(held_rows<T, kHeld, false, false>, kHeld);
   if (packs && units <= (int64_t)kHeldLong * kMaxThreads) return one(held_rows<T, kHeldLong, true, false>, kHeldLong);
   const auto in_clusters = held_rows<T, kHeldLong, false, true>;
   const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);

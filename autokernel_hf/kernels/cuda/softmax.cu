@@ -29,7 +29,6 @@ constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
 constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
 constexpr int kLargestCluster = 8;
 constexpr int kShared = 112 << 10;  // bytes of the longest row that is held in shared memory: two of them at a time
-constexpr int kStages = 4;          // in which such a row arrives
 static_assert(kUnroll >= 1 && kUnroll <= 8, "a thread holds its packs in registers");
 static_assert(kRowThreads % 32 == 0 && kRowThreads <= kMaxThreads, "a block is whole warps");
 static_assert(kSlices >= 1 && kSlices <= 32, "a block has at most 1024 threads");
@@ -125,24 +124,14 @@ struct Span {
   // Whether pack p, one of `packs`, is all of the row's.
   __device__ __forceinline__ bool whole(int p) const { return ALIGNED || (p * V >= lead && (p + 1) * V <= end); }
   __device__ __forceinline__ bool has(int element) const { return ALIGNED || (element >= lead && element < end); }
-  // Pack p of memory that starts `lead` elements before the row; `fill`, a word, in the place of what is not the row's.
-  __device__ __forceinline__ Raw<T, V> load(const T *start, int p, bool cold, uint32_t fill = 0) const {
-    Raw<T, V> raw;
-    if (whole(p)) {
-      raw.load(start + p * V, cold);
-    } else {
-      uint32_t words[4] = {fill, fill, fill, fill};
+  // The elements of pack p, `fill` in the place of what is not the row's. A pack is read whole, also at the ends of a row:
+  // memory is given out in granules larger than it.
+  __device__ __forceinline__ void floats(const Raw<T, V> &raw, int p, float (&v)[V], float fill) const {
+    raw.floats(v);
+    if (whole(p)) return;
 #pragma unroll
-      for (int i = 0; i < V; i++) {
-        if (!has(p * V + i)) continue;
-        const int shift = i % kInWord<T> * 16;
-        const uint32_t bits = reinterpret_cast<const Bits *>(start)[p * V + i];
-        uint32_t &word = words[i / kInWord<T>];
-        word = sizeof(T) == 2 ? (word & (0xffff0000u >> shift)) | bits << shift : bits;
-      }
-      raw.bits = {words[0], words[1], words[2], words[3]};
-    }
-    return raw;
+    for (int i = 0; i < V; i++)
+      if (!has(p * V + i)) v[i] = fill;
   }
   __device__ __forceinline__ void store(T *start, int p, const Raw<T, V> &raw, bool cold) const {
     if (whole(p)) {
@@ -294,11 +283,6 @@ __device__ __forceinline__ State cluster_state(State mine, State *slot) {
   return state;
 }
 
-// -inf in all elements of a word.
-__device__ __forceinline__ uint32_t lowest(float) { return 0xff800000u; }
-__device__ __forceinline__ uint32_t lowest(__half) { return 0xfc00fc00u; }
-__device__ __forceinline__ uint32_t lowest(__nv_bfloat16) { return 0xff80ff80u; }
-
 // Rows of at most blockDim.x * HELD packs; CLUSTER: so many for each block of a cluster, which takes one row.
 template <typename T, int HELD, bool ALIGNED, bool CLUSTER>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -321,14 +305,14 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
       const int p = begin + k * lanes;
-      if (p < packs) held[k] = span.load(in - span.lead, p, kColdLoad, lowest(T()));
+      if (p < packs) held[k].load(in - span.lead + p * V, kColdLoad);
     }
     float max = -INFINITY;
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
       if (begin + k * lanes >= packs) continue;
       float v[V];
-      held[k].floats(v);
+      span.floats(held[k], begin + k * lanes, v, -INFINITY);
 #pragma unroll
       for (int i = 0; i < V; i++) max = fmaxf(max, v[i]);
     }
@@ -339,7 +323,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     for (int k = 0; k < HELD; k++) {
       if (begin + k * lanes >= packs) continue;
       float v[V];
-      held[k].floats(v);
+      span.floats(held[k], begin + k * lanes, v, -INFINITY);
 #pragma unroll
       for (int i = 0; i < V; i++) {
         v[i] = exponential<T>(v[i] - zero);  // NaN where all is -inf, as it must
@@ -369,8 +353,22 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Rows in shared memory, one a block. A thread reads back what it copied itself; the running maximum and sum take what
-// has arrived while the rest is on its way.
+// The largest element of a pack; 16-bit elements are compared two at a time, as they lie.
+__device__ __forceinline__ float largest(uint4 bits, float) {
+  return fmaxf(fmaxf(__uint_as_float(bits.x), __uint_as_float(bits.y)), fmaxf(__uint_as_float(bits.z), __uint_as_float(bits.w)));
+}
+__device__ __forceinline__ float largest(uint4 bits, __nv_bfloat16) {
+  const __nv_bfloat162 *pairs = reinterpret_cast<const __nv_bfloat162 *>(&bits);
+  const __nv_bfloat162 pair = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return fmaxf(__bfloat162float(pair.x), __bfloat162float(pair.y));
+}
+__device__ __forceinline__ float largest(uint4 bits, __half) {
+  const __half2 *pairs = reinterpret_cast<const __half2 *>(&bits);
+  const __half2 pair = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return fmaxf(__half2float(pair.x), __half2float(pair.y));
+}
+
+// Rows in shared memory, one a block. A thread reads back only what it copied itself.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     shared_rows(const T *__restrict__ x, Walk rows, T *__restrict__ out, int64_t M, int N) {
@@ -382,62 +380,47 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const T *in = x + rows.start(row);
     const Span<T, false> span(in, N);
     const T *start = in - span.lead;
-    const int stage = (span.packs + kStages - 1) / kStages;
-#pragma unroll
-    for (int s = 0; s < kStages; s++) {
-      const int end = (s + 1) * stage < span.packs ? (s + 1) * stage : span.packs;
-      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
-        if (span.whole(p))
-          __pipeline_memcpy_async(row_memory + p, start + p * V, 16);
-        else
-          row_memory[p] = span.load(start, p, false, lowest(T())).bits;
-      }
-      __pipeline_commit();
-    }
-    State state = {-INFINITY, 0.0f};
-#pragma unroll
-    for (int s = 0; s < kStages; s++) {
-      __pipeline_wait_prior(kStages - 1 - s);
-      const int end = (s + 1) * stage < span.packs ? (s + 1) * stage : span.packs;
-      float max = state.max;
-      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
-        Raw<T, V> raw;
-        raw.bits = row_memory[p];
+    for (int p = threadIdx.x; p < span.packs; p += kRowThreads) __pipeline_memcpy_async(row_memory + p, start + p * V, 16);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    const auto values = [&](int p, float(&v)[V]) {
+      Raw<T, V> raw;
+      raw.bits = row_memory[p];
+      span.floats(raw, p, v, -INFINITY);
+    };
+    float max = -INFINITY, sum = 0.0f;
+#pragma unroll 4
+    for (int p = threadIdx.x; p < span.packs; p += kRowThreads) {
+      if (span.whole(p)) {
+        max = fmaxf(max, largest(row_memory[p], T()));
+      } else {
         float v[V];
-        raw.floats(v);
+        values(p, v);
 #pragma unroll
         for (int i = 0; i < V; i++) max = fmaxf(max, v[i]);
       }
-      const float zero = reference(max);
-      float sum = state.sum * exponential<T>(state.max - zero);
-      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
-        Raw<T, V> raw;
-        raw.bits = row_memory[p];
-        float v[V], some = 0.0f;
-        raw.floats(v);
-#pragma unroll
-        for (int i = 0; i < V; i++) some += exponential<T>(v[i] - zero);
-        sum += some;
-      }
-      state = {max, sum};
     }
-    state = row_state<T>(state, partial[half]);
+    const float zero = reference(max);
+#pragma unroll 4
+    for (int p = threadIdx.x; p < span.packs; p += kRowThreads) {
+      float v[V], some = 0.0f;
+      values(p, v);
+#pragma unroll
+      for (int i = 0; i < V; i++) some += exponential<T>(v[i] - zero);
+      sum += some;
+    }
+    const State state = row_state<T>({max, sum}, partial[half]);
     const float scale = 1.0f / state.sum;
     T *y = out + row * N - span.lead;
-#pragma unroll
-    for (int s = 0; s < kStages; s++) {
-      const int end = (s + 1) * stage < span.packs ? (s + 1) * stage : span.packs;
 #pragma unroll 2
-      for (int p = s * stage + threadIdx.x; p < end; p += kRowThreads) {
-        Raw<T, V> raw;
-        raw.bits = row_memory[p];
-        float v[V];
-        raw.floats(v);
+    for (int p = threadIdx.x; p < span.packs; p += kRowThreads) {
+      Raw<T, V> raw;
+      float v[V];
+      values(p, v);
 #pragma unroll
-        for (int i = 0; i < V; i++) v[i] = exponential<T>(v[i] - state.max) * scale;
-        raw.take(v);
-        span.store(y, p, raw, true);
-      }
+      for (int i = 0; i < V; i++) v[i] = exponential<T>(v[i] - state.max) * scale;
+      raw.take(v);
+      span.store(y, p, raw, true);
     }
   }
 }
