@@ -52,8 +52,9 @@ def calls_of(scope: Scope, domain: Domain) -> tuple[Huge, ...]:
             specs = [*(s for _, s in whole[0].tensors), *outputs_of(scope.kernel_type, whole[0])]
             widest = max(math.prod(spec.shape) for spec in specs) // count
             rows = max(1, min(_MOST_ROWS, _MOST_ELEMENTS // widest))
-            (few,), (alike,) = (
-                build_in(scope, [({**axes, first: n}, options)], domain, dtype)
+            # A domain that lists values of an argument, and not the call's own, has a call for each: the first will do.
+            few, alike = (
+                build_in(scope, [({**axes, first: n}, options)], domain, dtype)[0]
                 for n in (rows, -(-rows // 16) * 16 + count % 16)
             )
             found.append(Huge(workload=whole[0], rows=few, alike=alike))
