@@ -16,6 +16,7 @@ from autokernel_hf import tunables
 from autokernel_hf.agent import Context, Playbook
 from autokernel_hf.ahead import Ahead
 from autokernel_hf.build import build
+from autokernel_hf.evaluate import Judge
 from autokernel_hf.judge import compiled
 from autokernel_hf.judge.remote import Compiler
 from autokernel_hf.judge.server import NamespacesFirst, Server
@@ -270,3 +271,35 @@ def test_other_backends_are_left_to_the_judge(tmp_path: Path) -> None:
     with Ahead("cuda") as ahead:
         ahead(starter())
         assert ahead.finished(0.5) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_triton_candidate_is_judged_with_what_was_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path))
+    kind = kernel_type("matmul")
+    workloads = [kind.build({"M": 512, "N": n, "K": 2048}, "bfloat16", {}) for n in (512, 2048, 8192)]
+    source = starter_of("matmul", "triton")
+    assert source is not None
+    first = Candidate(kernel_type="matmul", backend="triton", source=source)
+
+    def changed(**values: int) -> Candidate:
+        return first.model_copy(update={"source": tunables.substitute(source, values)})
+
+    taken = {}
+    with Judge("matmul", "triton", workloads, device="cuda") as judge, Ahead("cuda:0", workloads) as ahead:
+        assert judge.evaluate(first).status == "passed"
+        for name, candidate in (("alone", changed(BLOCK_K=32)), ("ahead", changed(BLOCK_K=128))):
+            if name == "ahead":
+                assert ahead(candidate)
+                found = ahead.finished(120.0)
+                assert (
+                    found is not None and found[0] == candidate.digest and compiled.folder(found[1]).is_dir()
+                )
+            evaluation = judge.evaluate(candidate, first)
+            assert evaluation.status == "passed", evaluation.reason
+            taken[name] = sum(
+                s for phase, s in evaluation.phases if phase in ("compile", "smoke", "machine code")
+            )
+    assert taken["ahead"] < 0.6 * taken["alone"], taken

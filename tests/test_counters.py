@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from autokernel_hf import counters, pipeline, tunables
+from autokernel_hf.build import build
 from autokernel_hf.counters import METRICS, Counters, Launch, NoCountersError, launches_in, summed, why_none
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels import starter as starter_of
-from autokernel_hf.records import Candidate, Evaluation, Stages, Workload, WorkloadResult
+from autokernel_hf.records import Backend, Candidate, Evaluation, Stages, Workload, WorkloadResult
 from autokernel_hf.runs import Run
 from tests.loop_helpers import settings, target
 from tests.test_diagnose import H200
@@ -190,3 +191,29 @@ def test_a_run_counts_once_for_a_kind_and_says_what_it_lacks(
         monkeypatch.setattr(counters, "read", refuse)
         assert "barriers 60 %" in pipeline._diagnoser(run)(found, first, slow)[1]
     assert asked == ["refused", first.digest]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_on_a_gpu_the_counters_are_the_calls(backend: Backend) -> None:
+    """A norm of 64 MB moves its bytes once and has no use for tensor cores."""
+    if counters.find_ncu() is None:
+        pytest.skip("no ncu")
+    kind = kernel_type("rmsnorm")
+    workload = kind.build({"M": 4096, "N": 4096}, "bfloat16", {})
+    source = starter_of("rmsnorm", backend)
+    assert source is not None
+    candidate = Candidate(kernel_type="rmsnorm", backend=backend, source=source)
+    build(candidate, device="cuda:0")
+    try:
+        found = counters.read(candidate, workload, "cuda:0")
+    except NoCountersError as error:
+        pytest.skip(error.message)
+    least = kind.bytes_moved(workload)
+    assert sum(n for _, n in found.kernels) == 1
+    assert (
+        found.dram_bytes is not None and 0.5 * least < found.dram_bytes < 1.2 * least
+    )  # writes may stay in L2
+    assert found.dram_pct is not None and found.dram_pct > 40
+    assert found.tensor_pct is None or found.tensor_pct < 1
+    assert found.stalls and found.stalls[0][0] in counters.STALLS

@@ -19,7 +19,7 @@ from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels import starter as starter_of
 from autokernel_hf.machine_code import digest_of
 from autokernel_hf.progress import Silent
-from autokernel_hf.records import Candidate, Evaluation, Proposal, Stages
+from autokernel_hf.records import Backend, Candidate, Evaluation, Proposal, Stages
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
@@ -299,3 +299,32 @@ def test_what_was_wrong_is_judged_again_though_its_timed_calls_are_the_same(run:
             starter().model_copy(update={"source": source}), Proposal(source=source, rationale="unroll")
         )
     assert judge.skipped == 0 and better.decision == "keep" and better.duplicate_of is None
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "idle"), [("triton", "LONGEST"), ("cuda", "")])
+def test_on_a_gpu_a_constant_that_the_calls_do_not_reach_is_not_timed(backend: Backend, idle: str) -> None:
+    """Of CUDA C++ all code counts, so that words alone are of no effect."""
+    source = starter_of("rmsnorm", backend)
+    assert source is not None
+    candidate = Candidate(kernel_type="rmsnorm", backend=backend, source=source)
+    space = {t.name: t for t in tunables.parse(source)}
+
+    def changed(name: str) -> Candidate:
+        other = next(v for v in space[name].choices if v != space[name].value)
+        return candidate.model_copy(update={"source": tunables.substitute(source, {name: other})})
+
+    same = changed(idle) if idle else candidate.model_copy(update={"source": source + "// words\n"})
+    differs = changed("PER_THREAD" if backend == "triton" else "kThreads")
+    workload = kernel_type("rmsnorm").build({"M": 512, "N": 2048}, "bfloat16", {})
+    with Judge("rmsnorm", backend, [workload], device="cuda") as judge:
+        first = judge.evaluate(candidate)
+        assert first.status == "passed" and first.machine_code is not None, first.reason
+        again = judge.evaluate(same, candidate, known={first.machine_code})
+        other = judge.evaluate(differs, candidate, known={first.machine_code})
+    assert again.machine_code == first.machine_code and again.workloads[0].latency_us is None
+    assert again.stages == Stages(smoke="passed")
+    assert other.machine_code not in (None, first.machine_code) and other.workloads[0].latency_us is not None
