@@ -20,6 +20,7 @@ from autokernel_hf.archive import Cell, Elite, cell_of, stale
 from autokernel_hf.records import Backend, Candidate, Experiment, Proposal, Scalar, Target
 
 _ASKED = 24  # so often the sampler is asked for something new
+_TOLD = 300  # so many attempts the sampler is told of
 _DRAWN = 24  # so many configurations of each distance from the incumbent are drawn
 _SMALL = 4096  # a space of so many configurations is gone through to its end
 
@@ -204,6 +205,7 @@ class Playbook:
         )
         study = optuna.create_study(direction="maximize", sampler=sampler)
         island = cell_of(context.incumbent).island
+        told: list[tuple[float, dict[str, Scalar]]] = []
         for attempt in context.attempts:
             cell = context.cells.get(attempt.experiment)
             if attempt.backend != island[0] or (cell is not None and cell.island != island):
@@ -213,12 +215,11 @@ class Playbook:
                 v not in distributions[k].choices for k, v in params.items()
             ):
                 continue
-            score = context.scores.get(attempt.experiment)
             # A wrong or failing configuration is told as one that gains nothing, so that the sampler leaves its corner.
+            told.append((context.scores.get(attempt.experiment) or 0.0, params))
+        for score, params in _worth_telling(told):
             study.add_trial(
-                optuna.trial.create_trial(
-                    params=params, distributions=distributions, value=score if score is not None else 0.0
-                )
+                optuna.trial.create_trial(params=params, distributions=distributions, value=score)
             )
         for pending in context.pending:
             params = {k: v for k, v in pending.tunables.items() if k in distributions}
@@ -253,6 +254,17 @@ class Playbook:
                 values = dict(zip(here, choice, strict=True))
                 if (proposal := _with(context.incumbent, values, "rest")) is not None:
                     yield proposal
+
+
+def _worth_telling(
+    told: list[tuple[float, dict[str, Scalar]]],
+) -> list[tuple[float, dict[str, Scalar]]]:
+    """What the sampler is told in a long night: the latest and the best, or each proposal would take longer than the last."""
+    if len(told) <= _TOLD:
+        return told
+    latest = set(range(len(told) - _TOLD // 2, len(told)))
+    best = sorted(set(range(len(told))) - latest, key=lambda i: -told[i][0])[: _TOLD - len(latest)]
+    return [told[i] for i in sorted(latest | set(best))]
 
 
 def _with(incumbent: Candidate, values: Mapping[str, Scalar], tag: str) -> Proposal | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autokernel_hf import pipeline, search, tunables
-from autokernel_hf.agent import Playbook
+from autokernel_hf.agent import Playbook, _worth_telling
 from autokernel_hf.errors import JudgeError
 from autokernel_hf.ledger import Finished
 from autokernel_hf.progress import Silent
@@ -92,6 +92,15 @@ def test_a_proposal_is_made_without_making_all_of_them(
         sampled = [e for e in run.experiments() if e.tag == "tpe"]
     assert len(sampled) >= 2
     assert asked["n"] <= 4 * len(sampled)
+
+
+def test_a_sampler_is_told_of_the_latest_and_the_best() -> None:
+    told = [(float(i % 400), {"kA": i}) for i in range(1000)]
+    chosen = _worth_telling(told)
+    assert len(chosen) == 300
+    assert [params["kA"] for _, params in chosen[-150:]] == list(range(850, 1000))
+    assert [params["kA"] for _, params in chosen[:150]] == [*range(325, 400), *range(725, 800)]
+    assert _worth_telling(told[:300]) == told[:300]
 
 
 def test_what_a_time_is_likely_to_allow_is_known_to_the_proposer(
