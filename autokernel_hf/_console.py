@@ -127,6 +127,7 @@ def guarded(command: str, json: bool, debug: bool) -> Iterator[Console]:
         logging.getLogger("autokernel_hf").setLevel(NOTE)
     for noisy in ("urllib3", "httpx", "httpcore", "filelock", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     console = Console(json=json)
     try:
         yield console

@@ -174,7 +174,7 @@ def published_text(console: Console, published: Any) -> None:
 
 
 def check_text(console: Console, report: Any) -> None:
-    console.line(f"loaded: {'yes' if report.loaded else 'no'}, variant {report.variant}")
+    console.line(f"loaded: yes, variant {report.variant}" if report.loaded else "loaded: no")
     console.line(
         f"functions: {', '.join(report.functions) or 'none'}; layers: {', '.join(report.layers) or 'none'}"
     )

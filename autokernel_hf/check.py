@@ -30,7 +30,14 @@ from autokernel_hf.binding import code_schema
 from autokernel_hf.cache import need_cache
 from autokernel_hf.check_walls import CHILD, ended_how
 from autokernel_hf.errors import PackageError
-from autokernel_hf.hub_client import TELEMETRY_VARIABLES, is_repo_id, is_true, newest_version, snapshot
+from autokernel_hf.hub_client import (
+    TELEMETRY_VARIABLES,
+    is_repo_id,
+    is_true,
+    newest_version,
+    snapshot,
+    unfinished,
+)
 from autokernel_hf.judge.checks import check_values, expect, form_of
 from autokernel_hf.judge.sandbox import environment_for_children
 from autokernel_hf.judge.server import program
@@ -87,6 +94,8 @@ def check(
     repo_id = str(package_or_repo)
     version = version if version is not None else newest_version(repo_id)
     local = snapshot(repo_id, version)
+    if not (local / "build").is_dir():
+        raise unfinished(repo_id, version)
     if trust_remote_code:
         return _report(local)
     names, layers = _named(local)

@@ -443,14 +443,14 @@ def check(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Load a package in a fresh process with `kernels` alone, and run it."""
+    """Load a package in a fresh process with `kernels` alone, and run it; look only at a repository that is not trusted."""
     with guarded("check", json, debug) as console:
         from autokernel_hf.check import check as check_package
 
         console.stage(f"Checking {package}")
         report = check_package(package, version=version, trust_remote_code=trust_remote_code)
         console.result(report, render.check_text)
-        if report.problems or not report.loaded:
+        if report.problems:
             raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from autokernel_hf.hub_client import (
     api,
     cached,
     check_repo_id,
+    endpoint,
     friendly,
     is_repo_id,
     need_kernel_uploads,
@@ -35,6 +37,7 @@ from autokernel_hf.hub_client import (
     retrying,
     snapshot,
     token,
+    unfinished,
     versions,
 )
 from autokernel_hf.kernels import kernel_types
@@ -100,8 +103,7 @@ def publish(
         packages.check_version(version)
     own_version, wanted = _inspected(folder, version)
     plan = _plan(folder, repo_id, own_version, wanted)
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    url = f"{endpoint}/kernels/{repo_id}"
+    url = f"{endpoint()}/kernels/{repo_id}"
     if dry_run:
         return Published(
             repo_id=repo_id, url=url, version=wanted, revision=None, files=plan.files, loaded=False
@@ -315,7 +317,9 @@ def load(
     """
     import kernels
 
-    folder = Path(name_or_folder).expanduser()
+    folder = Path(name_or_folder)
+    with contextlib.suppress(RuntimeError):  # "~" and an account that is not there
+        folder = folder.expanduser()
     if folder.is_dir():
         with _loading(str(name_or_folder)):
             local: ModuleType = kernels.get_local_kernel(folder.resolve())
@@ -352,6 +356,11 @@ def _loading(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        if "torch" not in str(error).partition("\n")[2]:
+            raise PackageError(
+                f"{name} is no kernel package: no folder of it is a build variant.",
+                remedy="Give the folder that `autokernel-hf export` wrote.",
+            ) from error
         raise PackageError(
             f"{name} has no variant for this machine.\n{error}",
             remedy="It lists above what it has, and why each was refused.",
@@ -379,7 +388,10 @@ def download(repo_id: str, *, version: int | None = None, folder: Path) -> Path:
         HubError: There is no such repository or version, or the Hub does not answer.
     """
     version = version if version is not None else newest_version(repo_id)
-    return snapshot(repo_id, version, into=folder, patterns=None)
+    files = snapshot(repo_id, version, into=folder, patterns=None)
+    if not (files / "build").is_dir():
+        raise unfinished(repo_id, version)
+    return files
 
 
 # --- apply --------------------------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def api() -> Any:
     )
 
 
+def endpoint() -> str:
+    """The Hub that the environment names, without a slash at its end."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
 def is_repo_id(text: str) -> bool:
     """Whether this reads as `namespace/name`."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None and ".." not in text
@@ -143,7 +148,6 @@ def friendly(doing: str, repo_id: str) -> Iterator[None]:
     """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     unreachable = transport_errors()
     try:
         yield
@@ -155,7 +159,7 @@ def friendly(doing: str, repo_id: str) -> Iterator[None]:
         ) from error
     except (LocalEntryNotFoundError, *unreachable) as error:
         raise HubError(
-            f"Cannot {doing}: {endpoint} cannot be reached ({type(error).__name__}).",
+            f"Cannot {doing}: {endpoint()} cannot be reached ({type(error).__name__}).",
             remedy="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.",
         ) from error
     except ValueError as error:
@@ -193,6 +197,8 @@ def _refusal(error: Any, doing: str, repo_id: str) -> HubError:
         )
     if status == 401 and "credentials" in words:
         return HubError("The Hub does not know your token.", remedy="Run `hf auth login`, or renew HF_TOKEN.")
+    if status == 404 and "build does not exist" in words:
+        return unfinished(repo_id)
     if isinstance(error, RepositoryNotFoundError):
         return HubError(
             f"There is no kernel repository {repo_id} that you may see.",
@@ -221,16 +227,26 @@ def _refusal(error: Any, doing: str, repo_id: str) -> HubError:
     )
 
 
+def unfinished(repo_id: str, version: int | None = None) -> HubError:
+    """A version's branch comes to be before its builds: an upload that was interrupted leaves it without any."""
+    which = f"Version {version} of {repo_id}" if version is not None else f"This version of {repo_id}"
+    return HubError(
+        f"{which} holds no builds: its upload was not finished.",
+        remedy="Publish it again, or name another version.",
+    )
+
+
 def _forbidden(doing: str, repo_id: str, said: str) -> HubError:
     """Why a token may not do it: it only reads, the namespace is not its owner's, or kernels need approval."""
     namespace = repo_id.split("/")[0]
+    tokens_page = f"{endpoint()}/settings/tokens"
     who = _who()
     if who is None:
         return HubError(f"Cannot {doing}: forbidden.{said}", remedy="Use a token that may write there.")
     if who["role"] == "read":
         return HubError(
             f"Cannot {doing}: your token only reads.",
-            remedy="Make one that may write at <endpoint>/settings/tokens, and log in with it.",
+            remedy=f"Make one that may write at {tokens_page}, and log in with it.",
         )
     if namespace not in who["namespaces"]:
         return HubError(
@@ -245,7 +261,7 @@ def _forbidden(doing: str, repo_id: str, said: str) -> HubError:
     if who["writes"] is not None and namespace not in who["writes"]:
         return HubError(
             f"Cannot {doing}: your fine-grained token may not write in {namespace}.{said}",
-            remedy="Give it that right (write access to contents of repositories) at <endpoint>/settings/tokens.",
+            remedy=f"Give it that right (write access to contents of repositories) at {tokens_page}.",
         )
     if not doing.startswith("create the repository"):
         return HubError(

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from autokernel_hf import hub as hub_module
 from autokernel_hf import hub_client, packages
 from autokernel_hf.build import build
 from autokernel_hf.check import _Call, _child_env, _compare, check
+from autokernel_hf.cli import app
 from autokernel_hf.errors import AutokernelError, HubError, PackageError, UsageError
 from autokernel_hf.export_hf import stage, write_card
 from autokernel_hf.kernels import kernel_types
@@ -524,6 +526,10 @@ __all__ = ["layers", "rmsnorm"]
     assert not looked.loaded and looked.problems == ()
     assert looked.functions == ("rmsnorm",) and looked.layers == ("RMSNorm",)
     assert "--trust-remote-code" in looked.notes[0]
+    # Looking without running is a use of its own, and no failure.
+    shown = CliRunner().invoke(app, ["check", "acme/tiny-norm"])
+    assert shown.exit_code == 0
+    assert "loaded: no\n" in shown.stdout and "looked at only" in shown.stdout
     # With trust it runs, behind walls: it finds neither the user's token nor files, and leaves nothing.
     ran = check("acme/tiny-norm", version=1, trust_remote_code=True)
     assert ran.loaded and ran.problems == () and ran.variant == "torch-cpu", ran
@@ -600,9 +606,44 @@ print(json.dumps(told))
     assert total == pytest.approx(4.0)
     with pytest.raises(UsageError, match="There is no folder"):
         hub_module.load("nowhere")
+    with pytest.raises(UsageError, match="There is no folder ~no-such-account-here/p"):
+        hub_module.load("~no-such-account-here/p")
     (tmp_path / "empty" / "build").mkdir(parents=True)
-    with pytest.raises(PackageError, match="no variant for this machine"):
+    with pytest.raises(PackageError, match="is no kernel package"):
         hub_module.load(tmp_path / "empty")
+    elsewhere = hand_made(tmp_path / "gpu", id="_norm_gpu", variant="torch-tpu")
+    with pytest.raises(PackageError, match="(?s)no variant for this machine.*torch-tpu"):
+        hub_module.load(elsewhere)
+
+
+def test_a_version_whose_upload_was_interrupted_is_told_as_that(
+    hub: HubServer, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    folder = hand_made(tmp_path / "p")
+    hub_module.publish(folder, "acme/half-norm")
+    hub.fail_next(400, r"/commit/v2", method="POST")
+    with pytest.raises(HubError):
+        hub_module.publish(folder, "acme/half-norm", version=2)
+    with pytest.raises(HubError, match="Version 2 of acme/half-norm holds no builds") as caught:
+        check("acme/half-norm")
+    assert "Publish it again" in caught.value.remedy
+    with pytest.raises(HubError, match="holds no builds"):
+        hub_module.download("acme/half-norm", folder=tmp_path / "files")
+    (told,) = answer(
+        hub,
+        """
+import json
+from autokernel_hf.errors import HubError
+from autokernel_hf.hub import load
+try:
+    load("acme/half-norm", version=2, trust_remote_code=True)
+except HubError as error:
+    print(json.dumps([str(error)]))
+""",
+    )
+    assert "holds no builds" in told
+    assert check("acme/half-norm", version=1).problems == ()
 
 
 def llama(**options: Any) -> torch.nn.Module:

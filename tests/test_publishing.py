@@ -238,6 +238,8 @@ def test_a_refusal_says_whose_right_is_missing(
         hub_module.publish(hand_made(tmp_path / "p"), repo_id)
     assert message in caught.value.message
     assert caught.value.remedy is not None and remedy in caught.value.remedy
+    if "fine-grained" in message or "only reads" in message:
+        assert f"{hub.url}/settings/tokens" in caught.value.remedy
     assert hub.kernel("bigcorp/theirs").branches == before
     assert ("kernel", "acme/k1") not in hub.repos
 
