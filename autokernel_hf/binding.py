@@ -130,6 +130,7 @@ FITS: dict[str, Fit] = {
         shapes={"grad": "* N", "x": "* N", "weight": "N"}, dtypes={"x": "x", "weight": "x float32"}
     ),
     "layernorm_backward": Fit(shapes={"grad": "* N", **_ROWS}, dtypes={"x": "x", **_PARAMETERS}),
+    "activation_backward": Fit(shapes={"grad": "*", "x": "*"}, dtypes={"x": "x"}),
     "gated_activation_backward": Fit(
         shapes={"grad": "*", "gate": "*", "up": "*"}, dtypes={"gate": "x", "up": "x"}
     ),

@@ -118,6 +118,7 @@ MORE: dict[str, list[Shape]] = {
 BACKWARD = (
     "rmsnorm",
     "layernorm",
+    "activation",
     "gated_activation",
     "cross_entropy",
     "softmax",

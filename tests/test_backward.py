@@ -59,6 +59,7 @@ def calls_of(found: KernelType) -> list[Workload]:
 
 def test_a_backward_takes_the_gradients_and_then_what_the_forward_takes() -> None:
     assert TYPES == (
+        "activation_backward",
         "cross_entropy_backward",
         "gated_activation_backward",
         "layernorm_backward",
@@ -364,7 +365,7 @@ def test_export_takes_files_and_starters_from_the_command_line(tmp_path: Path) -
 
     from autokernel_hf.cli import app
 
-    for name in ("rmsnorm", "rmsnorm_backward", "softmax_backward", "activation"):
+    for name in ("rmsnorm", "rmsnorm_backward", "softmax_backward", "reduce"):
         (tmp_path / f"{name}.cpp").write_text(starter(name, "cpp") or "")
     out = ["--out", str(tmp_path / "packages")]
 
@@ -376,19 +377,19 @@ def test_export_takes_files_and_starters_from_the_command_line(tmp_path: Path) -
     code, said = invoke(kernel, "--backward", str(tmp_path / "rmsnorm_backward.cpp"), "--name", "by-file")
     assert code == 0, said
     code, said = invoke(
-        kernel, str(tmp_path / "activation.cpp"), "--bundle", "--backward", "starter", "--name", "by-starter"
+        kernel, str(tmp_path / "reduce.cpp"), "--bundle", "--backward", "starter", "--name", "by-starter"
     )
     assert code == 0, said
     bundle = tmp_path / "packages" / "by-starter"
     (variant,) = (v.path for v in packages.read_variants(bundle))
     trained = {part.name.split("_cpp_")[0]: packages.has_gradients(part) for part in packages.parts(variant)}
-    assert trained == {"_ak_activation": False, "_ak_rmsnorm": True}
+    assert trained == {"_ak_reduce": False, "_ak_rmsnorm": True}
     card = (bundle / "README.md").read_text()
     assert "`has_backward` is True for those of `rmsnorm`, and False for the others" in card
     code, said = invoke(kernel, "--backward", str(tmp_path / "softmax_backward.cpp"), "--name", "wrong")
     assert code == 2 and "computes no gradients of rmsnorm" in said
-    code, said = invoke(str(tmp_path / "activation.cpp"), "--backward", "starter", "--name", "none")
-    assert code == 2 and "no cpp starter for the gradients of activation" in said
+    code, said = invoke(str(tmp_path / "reduce.cpp"), "--backward", "starter", "--name", "none")
+    assert code == 2 and "no cpp starter for the gradients of reduce" in said
 
 
 @pytest.mark.parametrize("status", ["passed", "incorrect"])

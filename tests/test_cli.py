@@ -216,7 +216,7 @@ def test_types_lists_all_with_schemas_that_parse() -> None:
     assert code == 0
     listed = {t["name"]: t for t in json.loads(out)["types"]}
     gradients = {name for name in listed if name.endswith("_backward")}
-    assert len(listed) == 18 and len(gradients) == 6
+    assert len(listed) == 19 and len(gradients) == 7
     assert not any(listed[name]["patches_models"] for name in gradients)
     assert "triton" in listed["matmul"]["backends"]
     assert listed["activation"]["backends"] == ["triton", "cuda", "cpp"]

@@ -42,6 +42,7 @@ TYPES = (
     "reduce",
     "rmsnorm_backward",
     "layernorm_backward",
+    "activation_backward",
     "gated_activation_backward",
     "cross_entropy_backward",
     "softmax_backward",
@@ -375,7 +376,7 @@ def test_what_starters_share_is_the_same_text_in_all_of_them() -> None:
     vectors = {part(name, "namespace {", "template <typename T>\ninline void store_part") for name in TYPES}
     assert len(vectors) == 1
     with_exp = [name for name in TYPES if "inline F exponential" in source_of(name)]
-    assert len(with_exp) == 7
+    assert len(with_exp) == 8
     assert len({part(name, "// e^t to about", "\n}\n") for name in with_exp}) == 1
     with_sums = [name for name in TYPES if "accumulate(int64_t" in source_of(name)]
     assert len(with_sums) == 9

@@ -42,6 +42,7 @@ TYPES = (
     "reduce",
     "rmsnorm_backward",
     "layernorm_backward",
+    "activation_backward",
     "gated_activation_backward",
     "cross_entropy_backward",
     "softmax_backward",
@@ -51,7 +52,7 @@ TYPES = (
     "flash_attention",
 )
 # Their speed is that of memory: a spill would cost it.
-MEMORY_BOUND = TYPES[:15]
+MEMORY_BOUND = TYPES[:16]
 ARCHS = ("sm_80", "sm_90a", "sm_100")
 STAGES: tuple[Stage, ...] = ("shapes", "numerics", "edges")
 # Emulation takes its time, of products most: every n-th call is run.
