@@ -184,7 +184,8 @@ def _bundle_summary(parts: Sequence[Facts]) -> str:
 
 def _bundle_part(facts: Facts) -> dict[str, object]:
     kernel_type = find_type(facts.candidate.kernel_type)
-    judged = facts.evaluation is not None and facts.evaluation.status == "passed"
+    # With gradients it was built again.
+    judged = facts.evaluation is not None and facts.evaluation.status == "passed" and facts.backward is None
     rows = [row for row in _provenance(facts) if row[0] in _PART_PROVENANCE]
     return {
         "name": kernel_type.name,

@@ -305,7 +305,7 @@ def _export_run(
     license: str,
     out: Path,
     bundle: bool,
-    backward: Sequence[str],
+    backward: Sequence[str] = (),
 ) -> list[Package]:
     from autokernel_hf.build import build
     from autokernel_hf.bundle import Part, stage_bundle, write_bundle_card

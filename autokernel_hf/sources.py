@@ -383,7 +383,7 @@ def _timed_workloads(kernel_type: KernelType, domain: Domain, backend: str) -> l
 
 def _arguments(workload: Workload, indent: int) -> str:
     """Python that makes the arguments of a call, on `device`."""
-    first = workload.tensors[0][1]
+    first = workload.tensor(workload.lead) if workload.lead else workload.tensors[0][1]
     lines = [
         f'"{name}": {tensor_code(value, first) if isinstance(value, TensorSpec) else _literal(value)},'
         for name, value in workload.args
@@ -396,7 +396,7 @@ def _literal(value: Scalar) -> str:
 
 
 def tensor_code(spec: TensorSpec, first: TensorSpec, device: str = ", device=device") -> str:
-    """Python that makes a tensor of a spec: random, or class numbers below the first argument's last size."""
+    """Python that makes a tensor of a spec: random, or class numbers below the leading argument's last size."""
     sizes = ", ".join(map(str, spec.shape))
     shape = f"({sizes}{',' if len(spec.shape) == 1 else ''})"
     if spec.dtype == "int64":
@@ -497,7 +497,7 @@ def example_call(kernel_type: KernelType, domain: Domain, device: str) -> list[s
     if not found:
         return []
     workload = found[0]
-    first = workload.tensors[0][1]
+    first = workload.tensor(workload.lead) if workload.lead else workload.tensors[0][1]
     suffix = "" if device == "cpu" else f', device="{device}"'
     lines = [f"{name} = {tensor_code(spec, first, suffix)}" for name, spec in workload.tensors]
     defaults = {a.name: a.default for a in kernel_type.schema.args}
