@@ -259,7 +259,7 @@ def _ptx(match: re.Match[str]) -> str:
     text = match[1]
     # Operands are behind a colon of its own.
     code = "".join(re.findall(r'"([^"]*)"', re.split(r"(?<!:):(?!:)", text)[0]))
-    operands = re.findall(r'"[+=]?[dfrln]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
+    operands = re.findall(r'"[+=]?[dfhrln]"\((.*?)\)(?=\s*(?:,|:|$))', text, flags=re.DOTALL)
     if mma := _MMA.match(code):
         order = re.findall(r"%(\d+)", code)
         assert len(operands) == 10 and order[:10] == [str(i) for i in range(10)], text
@@ -284,6 +284,11 @@ def _ptx(match: re.Match[str]) -> str:
         return f"{operands[0]} = emu::exp2_flushed({operands[1]});"
     if code == "prefetch.global.L2 [%0];":
         return "(void)0;"
+    if re.fullmatch(r"cvt\.f32\.f16 %0, %1;", code):
+        return f"{{ const uint16_t emu_bits = {operands[1]}; __half emu_h; memcpy(&emu_h, &emu_bits, 2); {operands[0]} = __half2float(emu_h); }}"
+    if rounding := re.fullmatch(r"cvt\.rn\.(f16|bf16)x2\.f32 %0, %1, %2;", code):
+        pair = {"f16": "__floats2half2_rn", "bf16": "__floats2bfloat162_rn"}[rounding[1]]
+        return f"{{ const auto emu_p = {pair}({operands[2]}, {operands[1]}); memcpy(&{operands[0]}, &emu_p, 4); }}"
     if re.fullmatch(r"rcp\.approx\.ftz\.f32 %0, %1;", code.strip()):
         return f"{operands[0]} = emu::reciprocal_flushed({operands[1]});"
     if special := _CLUSTER_REGISTERS.get(code):

@@ -9,11 +9,8 @@
 // multiply from there (wgmma), the gate and the other product side by side: two launches, of which the second sets
 // itself up and reads its weights while the first one ends.
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <type_traits>
 
 #include "autokernel.h"
@@ -21,7 +18,7 @@
 constexpr int kTileM = 128;           // tune(block): 64, 128
 constexpr int kTileN = 128;           // tune(block): 64, 128
 constexpr int kStages = 3;            // tune(memory): 2, 3, 4
-constexpr int kGroup = 8;             // tune(memory): 1, 4, 8, 16
+constexpr uint32_t kGroup = 8;        // tune(memory): 1, 4, 8, 16
 constexpr int64_t kLargeFrom = 128;   // tune(launch): 32, 64, 128, 256
 constexpr int64_t kWideFrom = 96;     // tune(launch): 32, 64, 96, 128
 constexpr int64_t kThinBlocks = 128;  // tune(launch): 64, 128, 256
@@ -29,6 +26,7 @@ constexpr int kThinBytes = 204800;    // tune(memory): 106496, 204800
 
 constexpr int kTileK = 32, kSmallStages = 3;
 constexpr int kMostSplits = 8;  // blocks of a cluster, which all devices have room for
+constexpr int64_t kCountable = 1 << 30;  // rows or columns, of which an int counts all and those past them
 constexpr int kNotHere = -100;  // a kernel for Hopper that this device, its driver or the build has not
 
 namespace {
@@ -39,23 +37,32 @@ struct Tile {
   static constexpr int m = M, n = N, k = K, warp_m = WARP_M, warp_n = WARP_N, stages = STAGES;
   static constexpr int warps_n = N / WARP_N, threads = M / WARP_M * warps_n * 32;
   static_assert(M % WARP_M == 0 && N % WARP_N == 0 && K % 16 == 0, "tiles are whole warps' parts and whole products");
-  static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && STAGES >= 2, "a warp takes 16 rows and 16 columns at a time");
+  static_assert(WARP_M % 16 == 0 && WARP_N == 32 && STAGES >= 2, "a warp takes 16 rows and 32 columns at a time");
 };
+// Elements of 16 bits as the kernels see them: float16 or, if `brain`, bfloat16. One kernel for both, since only the
+// products and conversions tell them apart.
+using Bits = uint16_t;
+
 using Large = Tile<kTileM, kTileN, kTileK, 64, 32, kStages>;
 using Small = Tile<64, 64, 64, 32, 32, kSmallStages>;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+// The toolkit's headers for these dtypes take longer to compile than the kernels' use of them.
+__device__ __forceinline__ float to_float(uint32_t bits, bool brain) {
+  if (brain) return __uint_as_float(bits << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)bits));
+  return value;
+}
 
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+// Two neighbours in memory, the first in the low half.
+__device__ __forceinline__ uint32_t round_pair(float a, float b, bool brain) {
+  uint32_t pair;
+  if (brain)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
 
 template <typename T, int V>
 struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Pack {
@@ -76,96 +83,134 @@ __device__ __forceinline__ void store(T *p, const Pack<T, V> &pack) {
 
 enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kKinds };
 
-__device__ __forceinline__ float times_sigmoid(float x, float u) { return x / (1.0f + expf(-u)); }
-
-template <int N, typename F>
-__device__ __forceinline__ void each(float (&x)[N], F f) {
-#pragma unroll
-  for (int i = 0; i < N; i++) x[i] = f(x[i]);
-}
-
-// 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its digits where 1 + tanh(u) cancels.
-template <int N>
-__device__ __forceinline__ void activate(float (&x)[N], int kind) {
-  switch (kind) {
-    case kGelu: each(x, [](float v) { return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f)); }); break;
-    case kGeluTanh:
-    case kGeluNew:
-      each(x, [](float v) { return times_sigmoid(v, v * (1.5957691216057308f + 0.07135481627f * v * v)); });
-      break;
-    case kQuickGelu: each(x, [](float v) { return times_sigmoid(v, 1.702f * v); }); break;
-    case kSilu: each(x, [](float v) { return times_sigmoid(v, v); }); break;
-    case kRelu: each(x, [](float v) { return v < 0.0f ? 0.0f : v; }); break;
-    case kRelu2: each(x, [](float v) { return v < 0.0f ? 0.0f : v * v; }); break;
-    default: break;
+// x * sigmoid(u). QUICK: exact enough for outputs of 16 bits, and a third of the instructions.
+template <bool QUICK>
+__device__ __forceinline__ float times_sigmoid(float x, float u) {
+  if constexpr (QUICK) {
+    float power, share;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * u));
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
+    return x * share;
+  } else {
+    return x / (1.0f + expf(-u));
   }
 }
 
-struct Epilogue {
-  const void *bias;  // of the output's dtype or float32, or NULL
-  int64_t bias_stride;
-  bool bias_is_float;
-  bool gated;  // the output holds the gate: what is written there is act(gate) times this product
-  bool packs;  // eight neighbours of an output's row are an aligned 16-byte pack (two of float32)
+// All but erf are one of two forms, so that few instructions are compiled and fetched: relu, and
+// x * sigmoid(x * (linear + cubic * x * x)), since 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its digits where
+// 1 + tanh(u) cancels.
+template <bool QUICK, int N>
+__device__ __forceinline__ void activate(float (&x)[N], int kind) {
+  if (kind == kNone) return;
+  if (kind == kGelu) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
+  } else if (kind < kRelu) {
+    const float linear = kind == kSilu ? 1.0f : kind == kQuickGelu ? 1.702f : 1.5957691216057308f;
+    const float cubic = kind == kGeluTanh || kind == kGeluNew ? 0.07135481627f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      x[i] = times_sigmoid<QUICK>(x[i], x[i] * (linear + cubic * fminf(x[i] * x[i], 1e30f)));  // not 0 * infinity
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = x[i] < 0.0f ? 0.0f : kind == kRelu2 ? x[i] * x[i] : x[i];
+  }
+}
+
+struct Bias {
+  const void *data;  // of the output's dtype or float32, or NULL
+  int64_t stride;
+  bool is_float;
+};
+
+// act(product + bias); act(gate) * (product + bias) where the output holds the gate; act(gate + gate_bias) * (product +
+// bias) where both are made at once.
+struct Behind {
+  Bias bias, gate_bias;
+  bool gated;  // the output holds the gate
+  bool packs;  // eight neighbours of an output's row are an aligned 16-byte pack
+  bool brain;  // all of 16 bits are bfloat16, not float16
   int kind;
 };
 
-template <typename T>
-__device__ __forceinline__ void load8(const T *p, float (&values)[8]) {
-  constexpr int V = 16 / (int)sizeof(T);
+__device__ __forceinline__ float bias_at(const Bias &b, int64_t column, bool brain) {
+  if (b.data == NULL) return 0.0f;
+  return b.is_float ? static_cast<const float *>(b.data)[column * b.stride]
+                    : to_float(static_cast<const Bits *>(b.data)[column * b.stride], brain);
+}
+
+// To sums as the tensor cores leave them in a lane: rows lane / 4 and eight on, columns 8j + lane % 4 * 2 and the next.
+__device__ __forceinline__ void add_bias(float (&v)[16], const Bias &b, int64_t column, int columns, bool brain,
+                                         int lane) {
+  if (b.data == NULL) return;
 #pragma unroll
-  for (int i = 0; i < 8; i += V) {
-    const Pack<T, V> pack = load<T, V>(p + i);
+  for (int j = 0; j < 4; j++)
 #pragma unroll
-    for (int j = 0; j < V; j++) values[i + j] = to_float(pack.v[j]);
+    for (int i = 0; i < 2; i++) {
+      const int c = 8 * j + lane % 4 * 2 + i;
+      const float added = c < columns ? bias_at(b, column + c, brain) : 0.0f;
+      v[4 * j + i] += added, v[4 * j + i + 2] += added;
+    }
+}
+
+// 16 rows of 32 columns (`rows` and `columns` of them are there), act(x) * factors, become outputs. They pass through
+// shared memory, a patch of the warp's own with kPatchStride elements a row, so that memory is written in packs.
+constexpr int kPatchStride = 32 + 8;  // eight rows start in different banks
+constexpr int kPatchBytes = 16 * kPatchStride * 2;
+
+__device__ __forceinline__ void emit_patch(float (&x)[16], const float (&factors)[16], Bits *patch, const Behind &b,
+                                           Bits *out, int64_t stride, int rows, int columns, int lane) {
+  activate<true>(x, b.kind);
+  Bits *own = patch + lane / 4 * kPatchStride + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 16; i += 2)
+    *reinterpret_cast<uint32_t *>(own + i / 2 % 2 * 8 * kPatchStride + i / 4 * 8) =
+        round_pair(x[i] * factors[i], x[i + 1] * factors[i + 1], b.brain);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int r = lane / 4 + 8 * i, c = lane % 4 * 8;
+    const Bits *kept = patch + r * kPatchStride + c;
+    Bits *y = out + r * stride + c;
+    if (r >= rows) continue;
+    if (b.packs && c + 8 <= columns) {
+      *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(kept);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < 8 && c + j < columns; j++) y[j] = kept[j];
+    }
+  }
+  __syncwarp();
+}
+
+// The gate that the output holds, to the lanes that have the other product's sums.
+__device__ __forceinline__ void read_patch(float (&x)[16], Bits *patch, const Behind &b, const Bits *out,
+                                           int64_t stride, int rows, int columns, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int r = lane / 4 + 8 * i, c = lane % 4 * 8;
+    Bits *kept = patch + r * kPatchStride + c;
+    const Bits *y = out + r * stride + c;
+    if (r >= rows) continue;
+    if (b.packs && c + 8 <= columns) {
+      *reinterpret_cast<uint4 *>(kept) = *reinterpret_cast<const uint4 *>(y);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < 8 && c + j < columns; j++) kept[j] = y[j];
+    }
+  }
+  __syncwarp();
+  const Bits *own = patch + lane / 4 * kPatchStride + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 16; i += 2) {
+    const uint32_t pair = *reinterpret_cast<const uint32_t *>(own + i / 2 % 2 * 8 * kPatchStride + i / 4 * 8);
+    x[i] = to_float(pair & 0xFFFF, b.brain), x[i + 1] = to_float(pair >> 16, b.brain);
   }
 }
 
-// Eight sums of a row (those before column N count) become outputs.
-template <typename T>
-__device__ __forceinline__ void emit(const float *sums, const Epilogue &e, T *out, int64_t row, int64_t column,
-                                     int64_t N) {
-  const int count = N - column < 8 ? (int)(N - column) : 8;
-  const bool packs = e.packs && count == 8;
-  T *y = out + row * N + column;
-  float values[8], factors[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    values[i] = sums[i];
-    if (e.bias == NULL || i >= count) continue;
-    const int64_t at = (column + i) * e.bias_stride;
-    values[i] += e.bias_is_float ? static_cast<const float *>(e.bias)[at]
-                                 : to_float(static_cast<const T *>(e.bias)[at]);
-  }
-#pragma unroll
-  for (int i = 0; i < 8; i++) factors[i] = 1.0f;
-  if (e.gated) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) factors[i] = values[i];
-    if (packs) {
-      load8(y, values);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++) values[i] = i < count ? to_float(y[i]) : 0.0f;
-    }
-  }
-  activate(values, e.kind);
-#pragma unroll
-  for (int i = 0; i < 8; i++) values[i] *= factors[i];
-  if (packs) {
-    constexpr int V = 16 / (int)sizeof(T);
-#pragma unroll
-    for (int i = 0; i < 8; i += V) {
-      Pack<T, V> pack;
-#pragma unroll
-      for (int j = 0; j < V; j++) pack.v[j] = from_float<T>(values[i + j]);
-      store<T, V>(y + i, pack);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (i < count) y[i] = from_float<T>(values[i]);
-  }
+__device__ __forceinline__ int left_of(int64_t all, int64_t from, int most) {
+  const int64_t left = all - from;
+  return left < most ? left > 0 ? (int)left : 0 : most;
 }
 
 // --- which block does which tile ---
@@ -175,10 +220,10 @@ struct Place {
 };
 
 // Consecutive blocks walk down kGroup tiles before they step right: they share weights in the L2 cache.
-__device__ __forceinline__ Place place_of(int64_t block, int64_t tiles_m, int64_t tiles_n, int m, int n) {
-  const int64_t group = block / (kGroup * tiles_n), first = group * kGroup;
-  const int64_t high = tiles_m - first < kGroup ? tiles_m - first : kGroup, within = block - first * tiles_n;
-  return {(first + within % high) * m, within / high * n};
+__device__ __forceinline__ Place place_of(uint32_t block, uint32_t tiles_m, uint32_t tiles_n, int m, int n) {
+  const uint32_t group = block / (kGroup * tiles_n), first = group * kGroup;
+  const uint32_t high = tiles_m - first < kGroup ? tiles_m - first : kGroup, within = block - first * tiles_n;
+  return {(int64_t)(first + within % high) * m, (int64_t)(within / high) * n};
 }
 
 // A matrix in memory, dense along its rows.
@@ -213,28 +258,36 @@ __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void *p) {
                : "r"((uint32_t)__cvta_generic_to_shared(p)));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+template <bool BRAIN>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (BRAIN)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                         __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// f is called with whether operands are bfloat16, as a constant.
+template <typename F>
+__device__ __forceinline__ void by_dtype(bool brain, F f) {
+  if (brain)
+    f(std::true_type());
+  else
+    f(std::false_type());
 }
 
 // ROWS x COLUMNS elements from (row, column) on into shared memory, zeros where the matrix ends. The rows there are
 // padded by 16 bytes, so that eight of them start in different banks.
-template <typename T, int ROWS, int COLUMNS, int THREADS>
-__device__ __forceinline__ void load_tile(T *tile, const Dense<T> &matrix, int64_t row, int64_t column, int64_t rows,
-                                          int64_t columns) {
+template <int ROWS, int COLUMNS, int THREADS>
+__device__ __forceinline__ void load_tile(Bits *tile, const Dense<Bits> &matrix, int64_t row, int64_t column,
+                                          int64_t rows, int64_t columns) {
   constexpr int kChunks = COLUMNS / 8;
   static_assert(ROWS * kChunks % THREADS == 0, "threads share the tile evenly");
   if (matrix.packs) {
@@ -243,7 +296,7 @@ __device__ __forceinline__ void load_tile(T *tile, const Dense<T> &matrix, int64
       const int i = first + threadIdx.x;
       const int64_t r = row + i / kChunks, c = column + i % kChunks * 8, left = r < rows ? columns - c : 0;
       const int count = left < 8 ? left > 0 ? (int)left : 0 : 8;
-      const T *from = count > 0 ? matrix.data + r * matrix.stride + c : matrix.data;
+      const Bits *from = count > 0 ? matrix.data + r * matrix.stride + c : matrix.data;
       copy_later(tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8, from, 2 * count);
     }
     return;
@@ -251,11 +304,10 @@ __device__ __forceinline__ void load_tile(T *tile, const Dense<T> &matrix, int64
 #pragma unroll 1
   for (int i = threadIdx.x; i < ROWS * kChunks; i += THREADS) {
     const int64_t r = row + i / kChunks, c = column + i % kChunks * 8, left = r < rows ? columns - c : 0;
-    const T *from = matrix.data + r * matrix.stride + c;
-    Pack<T, 8> pack;
-#pragma unroll
-    for (int j = 0; j < 8; j++) pack.v[j] = j < left ? from[j] : from_float<T>(0.0f);
-    store<T, 8>(tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8, pack);
+    const Bits *from = matrix.data + r * matrix.stride + c;
+    Bits *to = tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8;
+#pragma unroll 4
+    for (int j = 0; j < 8; j++) to[j] = j < left ? from[j] : (Bits)0;
   }
 }
 
@@ -263,19 +315,18 @@ template <typename C>
 struct Shared {
   static constexpr int stride = C::k + 8, a_size = C::m * stride, b_size = C::n * stride;
   static constexpr int stage_bytes = (a_size + b_size) * 2;
-  static constexpr int sums_stride = C::warp_n + 4, warp_sums = C::warp_m * sums_stride;
-  static constexpr int sums_bytes = C::threads / 32 * warp_sums * 4;
-  static constexpr int bytes = stage_bytes * C::stages > sums_bytes ? stage_bytes * C::stages : sums_bytes;
+  static constexpr int bytes = stage_bytes * C::stages;
+  static_assert(C::threads / 32 * kPatchBytes <= bytes, "patches take the place of the tiles");
 };
 
 // a (M, K) @ b.T with b (N, K), both dense along K. (The output may hold the gate: no __restrict__.)
-template <typename T, typename C>
+template <typename C>
 __global__ void __launch_bounds__(C::threads)
-    project(Dense<T> a, Dense<T> b, Epilogue epilogue, T *out, int64_t M, int64_t N, int64_t K, int64_t tiles_m,
-            int64_t tiles_n) {
+    project(Dense<Bits> a, Dense<Bits> b, Behind behind, Bits *out, int64_t M, int64_t N, int64_t K, int tiles_m,
+            int tiles_n) {
   using Layout = Shared<C>;
   extern __shared__ __align__(16) unsigned char memory[];
-  T *tiles = reinterpret_cast<T *>(memory);
+  Bits *tiles = reinterpret_cast<Bits *>(memory);
   const Place place = place_of(blockIdx.x, tiles_m, tiles_n, C::m, C::n);
   const int64_t steps = (K + C::k - 1) / C::k;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -285,9 +336,9 @@ __global__ void __launch_bounds__(C::threads)
 
   const auto fetch = [&](int64_t step) {
     if (step < steps) {
-      T *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
-      load_tile<T, C::m, C::k, C::threads>(a_tile, a, place.row, step * C::k, M, K);
-      load_tile<T, C::n, C::k, C::threads>(b_tile, b, place.column, step * C::k, N, K);
+      Bits *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
+      load_tile<C::m, C::k, C::threads>(a_tile, a, place.row, step * C::k, M, K);
+      load_tile<C::n, C::k, C::threads>(b_tile, b, place.column, step * C::k, N, K);
     }
     end_group();  // an empty group too: the count of groups tells the step
   };
@@ -299,44 +350,53 @@ __global__ void __launch_bounds__(C::threads)
     wait_for_groups<C::stages - 2>();
     __syncthreads();  // this step's tiles are here, and everyone is done with those that the next fetch overwrites
     fetch(step + C::stages - 1);
-    const T *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
+    const Bits *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
+    by_dtype(behind.brain, [&](auto brain) {
 #pragma unroll
-    for (int k = 0; k < C::k; k += 16) {
-      uint32_t a_part[C::warp_m / 16][4], b_part[C::warp_n / 16][4];
+      for (int k = 0; k < C::k; k += 16) {
+        uint32_t a_part[C::warp_m / 16][4], b_part[C::warp_n / 16][4];
 #pragma unroll
-      for (int i = 0; i < C::warp_m / 16; i++)
-        ldmatrix(a_part[i],
-                 a_tile + (warp_row + 16 * i + matrix % 2 * 8 + matrix_row) * Layout::stride + k + matrix / 2 * 8);
+        for (int i = 0; i < C::warp_m / 16; i++)
+          ldmatrix(a_part[i],
+                   a_tile + (warp_row + 16 * i + matrix % 2 * 8 + matrix_row) * Layout::stride + k + matrix / 2 * 8);
 #pragma unroll
-      for (int j = 0; j < C::warp_n / 16; j++)
-        ldmatrix(b_part[j],
-                 b_tile + (warp_column + 16 * j + matrix / 2 * 8 + matrix_row) * Layout::stride + k + matrix % 2 * 8);
+        for (int j = 0; j < C::warp_n / 16; j++)
+          ldmatrix(b_part[j],
+                   b_tile + (warp_column + 16 * j + matrix / 2 * 8 + matrix_row) * Layout::stride + k + matrix % 2 * 8);
 #pragma unroll
-      for (int i = 0; i < C::warp_m / 16; i++)
+        for (int i = 0; i < C::warp_m / 16; i++)
 #pragma unroll
-        for (int j = 0; j < C::warp_n / 8; j++)
-          multiply(sums[i][j], a_part[i], b_part[j / 2][j % 2 * 2], b_part[j / 2][j % 2 * 2 + 1], T());
-    }
+          for (int j = 0; j < C::warp_n / 8; j++)
+            multiply<brain.value>(sums[i][j], a_part[i], b_part[j / 2][j % 2 * 2], b_part[j / 2][j % 2 * 2 + 1]);
+      }
+    });
   }
   wait_for_groups<0>();
   __syncthreads();  // the tiles' memory is free
 
-  float *mine = reinterpret_cast<float *>(memory) + warp * Layout::warp_sums;
-#pragma unroll
-  for (int i = 0; i < C::warp_m / 16; i++)
-#pragma unroll
-    for (int j = 0; j < C::warp_n / 8; j++) {
-      float *at = mine + (16 * i + lane / 4) * Layout::sums_stride + 8 * j + lane % 4 * 2;
-      store<float, 2>(at, {sums[i][j][0], sums[i][j][1]});
-      store<float, 2>(at + 8 * Layout::sums_stride, {sums[i][j][2], sums[i][j][3]});
-    }
-  __syncwarp();
-  constexpr int kChunks = C::warp_n / 8;
+  Bits *patch = reinterpret_cast<Bits *>(memory + warp * kPatchBytes);
+  const int64_t column = place.column + warp_column;
+  const int columns = left_of(N, column, 32);
 #pragma unroll 1
-  for (int i = lane; i < C::warp_m * kChunks; i += 32) {
-    const int r = i / kChunks, c = i % kChunks * 8;
-    const int64_t row = place.row + warp_row + r, column = place.column + warp_column + c;
-    if (row < M && column < N) emit<T>(mine + r * Layout::sums_stride + c, epilogue, out, row, column, N);
+  for (int part = 0; part < C::warp_m / 16; part++) {
+    float v[16], x[16];
+#pragma unroll
+    for (int i = 0; i < C::warp_m / 16; i++)
+      if (i == part) {
+#pragma unroll
+        for (int j = 0; j < 16; j++) v[j] = sums[i][j / 4][j % 4];
+      }
+    const int64_t row = place.row + warp_row + 16 * part;
+    const int rows = left_of(M, row, 16);
+    Bits *y = out + row * N + column;
+    add_bias(v, behind.bias, column, columns, behind.brain, lane);
+    if (behind.gated) {
+      read_patch(x, patch, behind, y, N, rows, columns, lane);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; i++) x[i] = v[i], v[i] = 1.0f;
+    }
+    emit_patch(x, v, patch, behind, y, N, rows, columns, lane);
   }
 }
 
@@ -389,6 +449,10 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
+__device__ __forceinline__ void fetch_map(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
+}
+
 // One box of a matrix from (row, column) on.
 __device__ __forceinline__ void copy_box(void *to, const CUtensorMap *map, uint64_t *barrier, int column, int row) {
   asm volatile(
@@ -419,9 +483,15 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// All blocks of the cluster get here before one goes on; what they have written is seen after it.
+// All blocks of the cluster get here before one goes on; what they have written is seen after it. One warp's release,
+// a wait for memory as far as the L2 cache, covers what all have written before they met.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" : : : "memory");
+  __syncthreads();
+  if (threadIdx.x < 32)
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+  else
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
 // The same where nothing was written for others.
@@ -429,14 +499,25 @@ __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" : : : "memory");
 }
 
-// Two floats of another block of the cluster, from where they lie in this one.
-__device__ __forceinline__ float2 load_from(const float *p, uint32_t block) {
-  float2 v;
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0, %1}, [there];}"
-               : "=f"(v.x), "=f"(v.y)
-               : "r"(shared_address(p)), "r"(block)
-               : "memory");
-  return v;
+// The sum over the first `blocks` of the cluster's blocks, in their order, of four floats each: from where they lie in
+// this block. All are under way at once.
+__device__ __forceinline__ void sum_of_blocks(float (&sum)[4], const float *p, uint32_t blocks) {
+  float v[kMostSplits][4];
+#pragma unroll
+  for (uint32_t block = 0; block < kMostSplits; block++)
+    asm volatile(
+        "{.reg .pred there_is; .reg .b32 there; setp.lt.u32 there_is, %5, %6; mov.f32 %0, 0f00000000; "
+        "mov.f32 %1, 0f00000000; mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000; "
+        "@there_is mapa.shared::cluster.u32 there, %4, %5; "
+        "@there_is ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+        : "=&f"(v[block][0]), "=&f"(v[block][1]), "=&f"(v[block][2]), "=&f"(v[block][3])
+        : "r"(shared_address(p)), "r"(block), "r"(blocks));
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    sum[i] = v[0][i];
+#pragma unroll
+    for (int block = 1; block < kMostSplits; block++) sum[i] += v[block][i];
+  }
 }
 
 __device__ __forceinline__ void group_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
@@ -535,14 +616,14 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void *p) {
 
 // d += a @ b.T for 64 rows of a, N = 2 * SUMS rows of b and a depth of 16, or d = a @ b.T without `add`; both operands
 // lie in shared memory with rows along the depth.
-template <typename T, int SUMS>
+template <bool BRAIN, int SUMS>
 __device__ __forceinline__ void multiply_group(float (&d)[SUMS], uint64_t a, uint64_t b, uint32_t add) {
 #define AK_WGMMA(N)                                  \
   if constexpr (SUMS == N / 2) {                     \
-    if constexpr (std::is_same_v<T, __half>)         \
-      AK_WGMMA_##N("k16.f32.f16.f16", ", 0, 0");     \
-    else                                             \
+    if constexpr (BRAIN)                             \
       AK_WGMMA_##N("k16.f32.bf16.bf16", ", 0, 0");   \
+    else                                             \
+      AK_WGMMA_##N("k16.f32.f16.f16", ", 0, 0");     \
   }
   AK_WGMMA(16)
   AK_WGMMA(32)
@@ -553,12 +634,66 @@ __device__ __forceinline__ void multiply_group(float (&d)[SUMS], uint64_t a, uin
 }
 
 // The products of rows of 128 bytes along K.
-template <typename T, int SUMS>
+template <bool BRAIN, int SUMS>
 __device__ __forceinline__ void multiply_rows(float (&d)[SUMS], const void *a, const void *b, bool add) {
   const uint64_t a_tile = tile_descriptor(a), b_tile = tile_descriptor(b);
 #pragma unroll
   for (int k = 0; k < kRowBytes / 32; k++)  // one product on: 32 bytes of a row
-    multiply_group<T>(d, a_tile + k * (32 >> 4), b_tile + k * (32 >> 4), add || k > 0);
+    multiply_group<BRAIN>(d, a_tile + k * (32 >> 4), b_tile + k * (32 >> 4), add || k > 0);
+}
+
+// Sixteen sums a lane, from the part-th on. Registers have no index: a jump to where 16 are moved is quicker than a
+// choice for each of all.
+template <int PART, int SUMS>
+__device__ __forceinline__ void take(float (&v)[16], const float (&sums)[SUMS]) {
+  asm volatile("");
+  if constexpr (16 * PART + 16 <= SUMS) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] = sums[16 * PART + i];
+  }
+}
+
+// A warp's 16 rows of sums as wgmma leaves them become outputs, OUTPUTS columns. GATED: the gate's sums come first,
+// then as many of the other product.
+template <int OUTPUTS, bool GATED>
+__device__ __forceinline__ void emit_warp(const float (&sums)[GATED ? OUTPUTS : OUTPUTS / 2], Bits *patch,
+                                          const Behind &b, Bits *out, int64_t row, int64_t column, int64_t M,
+                                          int64_t N, int lane) {
+  constexpr int kParts = OUTPUTS / 32;  // of the gate's too
+  const int rows = left_of(M, row, 16), left = left_of(N, column, OUTPUTS);
+  Bits *y = out + row * N + column;
+#pragma unroll 1
+  for (int first = 0; first < left; first += 32) {
+    const int columns = left - first < 32 ? left - first : 32;
+    float x[16], factors[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) factors[i] = 1.0f;
+    switch (first / 32) {
+      case 0:
+        take<0>(x, sums);
+        if constexpr (GATED) take<kParts>(factors, sums);
+        break;
+      case 1:
+        take<1>(x, sums);
+        if constexpr (GATED) take<kParts + 1>(factors, sums);
+        break;
+      case 2:
+        take<2>(x, sums);
+        if constexpr (GATED) take<kParts + 2>(factors, sums);
+        break;
+      case 3:
+        take<3>(x, sums);
+        if constexpr (GATED) take<kParts + 3>(factors, sums);
+        break;
+      case 4: take<4>(x, sums); break;
+      case 5: take<5>(x, sums); break;
+      case 6: take<6>(x, sums); break;
+      default: take<7>(x, sums); break;
+    }
+    add_bias(x, GATED ? b.gate_bias : b.bias, column + first, columns, b.brain, lane);
+    if constexpr (GATED) add_bias(factors, b.bias, column + first, columns, b.brain, lane);
+    emit_patch(x, factors, patch, b, y + first, N, rows, columns, lane);
+  }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -569,121 +704,9 @@ __device__ __forceinline__ void not_for_this_architecture() {
   *static_cast<volatile uint32_t *>(mark) = 0;
 }
 
-// What is behind a product on Hopper: act(product + bias), or act(gate + gate_bias) * (product + bias).
-struct Behind {
-  const void *bias, *gate_bias;  // of the output's dtype or float32, or NULL
-  int64_t bias_stride, gate_bias_stride;
-  bool bias_is_float, gate_bias_is_float;
-  bool packs;  // eight neighbours of an output's row are an aligned 16-byte pack
-  int kind;
-};
-
-template <typename T>
-__device__ __forceinline__ float bias_at(const void *bias, int64_t stride, bool is_float, int64_t column) {
-  if (bias == NULL) return 0.0f;
-  return is_float ? static_cast<const float *>(bias)[column * stride]
-                  : to_float(static_cast<const T *>(bias)[column * stride]);
-}
-
-// A warp's 16 rows of sums as wgmma leaves them, COLUMNS wide, become outputs. They pass through `mine` (16 rows of
-// kWarpStride floats), so that memory is written by whole rows. Without an activation 64 columns at a time, already
-// rounded; else in float32, 32, or 16 of the gate beside 16 of the other product. GATED: the gate's sums come first,
-// then as many of the other product.
-constexpr int kWarpStride = 40;
-
-template <typename T, int COLUMNS, bool GATED>
-__device__ __forceinline__ void emit_warp(const float (&sums)[GATED ? COLUMNS : COLUMNS / 2], float *mine,
-                                          const Behind &e, T *out, int64_t row, int64_t column, int64_t M, int64_t N,
-                                          int lane) {
-  if (GATED || e.kind != kNone || !e.packs) {
-    constexpr int kAtOnce = GATED ? 16 : 32;
-#pragma unroll 1
-    for (int first = 0; first < COLUMNS && column + first < N; first += kAtOnce) {
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c += kAtOnce)
-        if (c == first) {
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int part = GATED ? j / 2 * (COLUMNS / 2) + j % 2 * 4 : 4 * j, at = c / 2 + part + 2 * half;
-              store<float, 2>(mine + (lane / 4 + 8 * half) * kWarpStride + 8 * j + lane % 4 * 2,
-                              {sums[at], sums[at + 1]});
-            }
-        }
-      __syncwarp();
-#pragma unroll 1
-      for (int i = lane; i < 16 * kAtOnce / 8; i += 32) {
-        const int64_t r = row + i / (kAtOnce / 8), c = column + first + i % (kAtOnce / 8) * 8;
-        if (r >= M || c >= N) continue;
-        const float *from = mine + i / (kAtOnce / 8) * kWarpStride + i % (kAtOnce / 8) * 8;
-        const int count = N - c < 8 ? (int)(N - c) : 8;
-        float values[8], factors[8];
-        load8(from, values);
-        if constexpr (GATED) load8(from + 16, factors);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-          if (n >= count) continue;
-          const float bias = bias_at<T>(e.bias, e.bias_stride, e.bias_is_float, c + n);
-          if constexpr (GATED) {
-            values[n] += bias_at<T>(e.gate_bias, e.gate_bias_stride, e.gate_bias_is_float, c + n);
-            factors[n] += bias;
-          } else {
-            values[n] += bias;
-          }
-        }
-        activate(values, e.kind);
-        Pack<T, 8> y;
-#pragma unroll
-        for (int n = 0; n < 8; n++) y.v[n] = from_float<T>(GATED ? values[n] * factors[n] : values[n]);
-        if (e.packs) {
-          store<T, 8>(out + r * N + c, y);
-        } else {
-#pragma unroll
-          for (int n = 0; n < 8; n++)
-            if (n < count) out[r * N + c + n] = y.v[n];
-        }
-      }
-      __syncwarp();
-    }
-    return;
-  }
-  if constexpr (!GATED) {
-    constexpr int kStride = 64 + 8;
-    T *rounded = reinterpret_cast<T *>(mine), *y = out + row * N + column;
-#pragma unroll
-    for (int first = 0; first < COLUMNS; first += 64) {
-      if (column + first >= N) continue;
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        // Two neighbours of this lane's row, two of the eighth row after it.
-        float bias[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int64_t c = column + first + 8 * j + lane % 4 * 2 + i;
-          bias[i] = c < N ? bias_at<T>(e.bias, e.bias_stride, e.bias_is_float, c) : 0.0f;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int at = first / 2 + 4 * j + 2 * half;
-          store<T, 2>(rounded + (lane / 4 + 8 * half) * kStride + 8 * j + lane % 4 * 2,
-                      {from_float<T>(sums[at] + bias[0]), from_float<T>(sums[at + 1] + bias[1])});
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = lane; i < 16 * 8; i += 32) {
-        const int r = i / 8, c = first + i % 8 * 8;
-        if (row + r < M && column + c < N) store<T, 8>(y + r * N + c, load<T, 8>(rounded + r * kStride + i % 8 * 8));
-      }
-      __syncwarp();
-    }
-  }
-}
-
 // Dimensions of the work of a kernel for Hopper; tiles_n counts tiles of outputs.
 struct Extent {
-  int64_t M, N, tiles_m, tiles_n, tiles;
+  int M, N, tiles_m, tiles_n, tiles;
   int steps;  // of kDepth along K
 };
 
@@ -696,25 +719,30 @@ struct Wide {
   static constexpr int m = 128, n = COLUMNS, cluster = 2, threads = 384;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes, stage_bytes = a_bytes + b_bytes;
   static constexpr int stages = n == 256 ? 4 : 6;
-  static constexpr int out_bytes = 8 * 16 * kWarpStride * 4;
+  static constexpr int out_bytes = 8 * kPatchBytes;
   static constexpr int bytes = 1024 + stages * stage_bytes + out_bytes + (int)sizeof(Ring<stages>);
 };
 
-template <typename T, int COLUMNS, bool GATED>
+template <int COLUMNS, bool GATED>
 __global__ void __launch_bounds__(384, 1)
     project_wide(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap gate_map,
-                 const __grid_constant__ CUtensorMap b_map, const Behind behind, T *__restrict__ out,
+                 const __grid_constant__ CUtensorMap b_map, const Behind behind, Bits *__restrict__ out,
                  const Extent extent) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using C = Wide<COLUMNS>;
   constexpr int kOutputs = GATED ? C::n / 2 : C::n;
   extern __shared__ unsigned char memory[];
   unsigned char *tiles = memory + (1024 - shared_address(memory) % 1024) % 1024;
-  float *staged = reinterpret_cast<float *>(tiles + C::stages * C::stage_bytes);
+  unsigned char *patches = tiles + C::stages * C::stage_bytes;
   Ring<C::stages> *ring = reinterpret_cast<Ring<C::stages> *>(tiles + C::stages * C::stage_bytes + C::out_bytes);
   const int group = threadIdx.x / 128;
   const uint32_t rank = cluster_rank();
   let_next_kernel_start();
+  if (threadIdx.x == 32) {
+    fetch_map(&a_map);
+    fetch_map(&b_map);
+    if constexpr (GATED) fetch_map(&gate_map);
+  }
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::stages; s++) {
       barrier_init(&ring->full[s], 1);
@@ -730,13 +758,13 @@ __global__ void __launch_bounds__(384, 1)
   const auto next = [&] {
     if (++stage == C::stages) stage = 0, phase ^= 1;
   };
-  const int64_t clusters = gridDim.x / C::cluster, pairs_m = (extent.tiles_m + 1) / 2;
+  const int clusters = gridDim.x / C::cluster, pairs_m = (extent.tiles_m + 1) / 2;
   if (group == 2) {
     fewer_registers<40>();
     if (threadIdx.x == 256) {
       const CUtensorMap *weights = GATED && rank == 0 ? &gate_map : &b_map;
       wait_for_kernel_before();
-      for (int64_t tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
+      for (int tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
         const Place place = place_of(tile, pairs_m, extent.tiles_n, 2 * C::m, kOutputs);
         const int row = (int)place.row + (int)rank * C::m;
         const int column = (int)place.column + (GATED ? 0 : (int)rank * (C::n / 2));
@@ -753,26 +781,28 @@ __global__ void __launch_bounds__(384, 1)
   } else {
     more_registers<232>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *mine = staged + warp * 16 * kWarpStride;
-    for (int64_t tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
+    Bits *patch = reinterpret_cast<Bits *>(patches + warp * kPatchBytes);
+    for (int tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
       const Place place = place_of(tile, pairs_m, extent.tiles_n, 2 * C::m, kOutputs);
       float sums[C::n / 2];
-      int last = 0;
-      for (int step = 0; step < extent.steps; step++) {
-        const unsigned char *a = tiles + stage * C::stage_bytes, *b = a + C::a_bytes;
-        barrier_wait(&ring->full[stage], phase);
-        group_begin();
-        multiply_rows<T>(sums, a + group * 64 * kRowBytes, b, step > 0);
-        group_end();
-        group_wait<1>();  // the products of the step before are done: its tiles may be overwritten
-        if (step > 0 && threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
-        last = stage;
-        next();
-      }
-      group_wait<0>();
-      if (threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
-      emit_warp<T, kOutputs, GATED>(sums, mine, behind, out, place.row + (int64_t)rank * C::m + 16 * warp, place.column,
-                                    extent.M, extent.N, lane);
+      by_dtype(behind.brain, [&](auto brain) {
+        int last = 0;
+        for (int step = 0; step < extent.steps; step++) {
+          const unsigned char *a = tiles + stage * C::stage_bytes, *b = a + C::a_bytes;
+          barrier_wait(&ring->full[stage], phase);
+          group_begin();
+          multiply_rows<brain.value>(sums, a + group * 64 * kRowBytes, b, step > 0);
+          group_end();
+          group_wait<1>();  // the products of the step before are done: its tiles may be overwritten
+          if (step > 0 && threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
+          last = stage;
+          next();
+        }
+        group_wait<0>();
+        if (threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
+      });
+      emit_warp<kOutputs, GATED>(sums, patch, behind, out, place.row + (int64_t)rank * C::m + 16 * warp, place.column,
+                                 extent.M, extent.N, lane);
     }
   }
   cluster_meet();  // nobody leaves while another may still arrive at its barriers
@@ -787,20 +817,21 @@ __global__ void __launch_bounds__(384, 1)
 template <int TOKENS, bool GATED>
 struct Thin {
   static constexpr int groups = GATED || TOKENS > 32 ? 2 : 1, rows = 64 * groups, outputs = GATED ? 64 : rows;
-  static constexpr int threads = 128 * groups + 32, parts = TOKENS <= 64 ? 2 : 1;  // of 64 along K in a stage
+  static constexpr int threads = 128 * groups + 32, parts = TOKENS <= 32 ? 2 : 1;  // of 64 along K in a stage
   static constexpr int w_bytes = rows * kRowBytes, a_bytes = TOKENS * kRowBytes, part_bytes = w_bytes + a_bytes;
   static constexpr int stage_bytes = parts * part_bytes;
-  static constexpr int budget = groups == 1 || TOKENS <= 32 ? kThinBytes : 200 * 1024;
+  // Of 64 rows two blocks beside each other do best, of more one with as much as it can hold.
+  static constexpr int budget = TOKENS <= 32 ? kThinBytes : TOKENS <= 64 ? 104 * 1024 : 200 * 1024;
   static constexpr int stages = budget / stage_bytes;
   static constexpr int sums_stride = rows + 4, sums_bytes = TOKENS * sums_stride * 4;
   static constexpr int bytes = 1024 + stages * stage_bytes + (int)sizeof(Ring<stages>);
   static_assert(sums_bytes <= stages * stage_bytes, "the sums take the place of the tiles");
 };
 
-template <typename T, int TOKENS, bool GATED>
-__global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads)
+template <int TOKENS, bool GATED>
+__global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads, TOKENS <= 64 ? 2 : 1)
     project_thin(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap gate_map,
-                 const __grid_constant__ CUtensorMap b_map, const Behind behind, T *__restrict__ out,
+                 const __grid_constant__ CUtensorMap b_map, const Behind behind, Bits *__restrict__ out,
                  const Extent extent, const int splits) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using C = Thin<TOKENS, GATED>;
@@ -810,6 +841,11 @@ __global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads)
   const uint32_t rank = cluster_rank();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
   let_next_kernel_start();
+  if (threadIdx.x == 32) {
+    fetch_map(&a_map);
+    fetch_map(&b_map);
+    if constexpr (GATED) fetch_map(&gate_map);
+  }
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::stages; s++) {
       barrier_init(&ring->full[s], 1);
@@ -819,9 +855,9 @@ __global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads)
   }
   __syncthreads();
 
-  const int64_t tile = blockIdx.x / splits;
+  const int tile = (int)blockIdx.x / splits;
   // Blocks with the same weights follow each other: they are read from memory once.
-  const int64_t row = tile % extent.tiles_m * TOKENS, column = tile / extent.tiles_m * C::outputs;
+  const int row = tile % extent.tiles_m * TOKENS, column = tile / extent.tiles_m * C::outputs;
   const int each = (extent.steps + splits - 1) / splits, begin = (int)rank * each;
   const int end = begin + each < extent.steps ? begin + each : extent.steps;
   int stage = 0;
@@ -870,22 +906,24 @@ __global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads)
     }
     __syncwarp();
   } else {
-    int last = 0;
-    for (int step = begin; step < end; step++) {
-      barrier_wait(&ring->full[stage], phase);
-      group_begin();
+    by_dtype(behind.brain, [&](auto brain) {
+      int last = 0;
+      for (int step = begin; step < end; step++) {
+        barrier_wait(&ring->full[stage], phase);
+        group_begin();
 #pragma unroll
-      for (int part = 0; part < C::parts; part++) {
-        const unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes;
-        multiply_rows<T>(sums, w + group * 64 * kRowBytes, w + C::w_bytes, true);
+        for (int part = 0; part < C::parts; part++) {
+          const unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes;
+          multiply_rows<brain.value>(sums, w + group * 64 * kRowBytes, w + C::w_bytes, true);
+        }
+        group_end();
+        group_wait<1>();
+        if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(&ring->empty[last]);
+        last = stage;
+        next();
       }
-      group_end();
-      group_wait<1>();
-      if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(&ring->empty[last]);
-      last = stage;
-      next();
-    }
-    group_wait<0>();
+      group_wait<0>();
+    });
   }
   __syncthreads();  // nobody reads tiles, and none is on its way
   float *partial = reinterpret_cast<float *>(tiles);
@@ -903,47 +941,33 @@ __global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads)
     cluster_sync();
   else
     __syncthreads();
-  // Pairs of outputs, a share of them in each block.
-  const int tokens = extent.M - row < TOKENS ? (int)(extent.M - row) : TOKENS, pairs = tokens * (C::outputs / 2);
-  const int share = (pairs + splits - 1) / splits, mine_end = share * ((int)rank + 1);
+  // Four outputs at a time, a share of them in each block.
+  const int tokens = left_of(extent.M, row, TOKENS), all = tokens * (C::outputs / 4);
+  const int share = (all + splits - 1) / splits, mine_end = share * ((int)rank + 1);
 #pragma unroll 1
-  for (int i = share * (int)rank + threadIdx.x; i < mine_end && i < pairs; i += C::threads) {
-    const int token = i / (C::outputs / 2), at = i % (C::outputs / 2) * 2;
-    const int64_t n = column + at;
+  for (int i = share * (int)rank + threadIdx.x; i < mine_end && i < all; i += C::threads) {
+    const int token = i / (C::outputs / 4), at = i % (C::outputs / 4) * 4, n = column + at;
     if (n >= extent.N) continue;
     const float *from = partial + token * C::sums_stride + at;
-    float values[2] = {}, factors[2] = {};  // sums of the gate or of the only product, and of the other
+    float x[4], factors[4] = {1.0f, 1.0f, 1.0f, 1.0f};  // sums of the gate or of the only product, and of the other
+    sum_of_blocks(x, from, splits);
+    if constexpr (GATED) sum_of_blocks(factors, from + 64, splits);
 #pragma unroll
-    for (int block = 0; block < kMostSplits; block++) {
-      if (block >= splits) break;
-      const float2 v = load_from(from, block);
-      values[0] += v.x, values[1] += v.y;
-      if constexpr (GATED) {
-        const float2 u = load_from(from + 64, block);
-        factors[0] += u.x, factors[1] += u.y;
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
+    for (int e = 0; e < 4; e++) {
       if (n + e >= extent.N) continue;
-      const float bias = bias_at<T>(behind.bias, behind.bias_stride, behind.bias_is_float, n + e);
-      if constexpr (GATED) {
-        values[e] += bias_at<T>(behind.gate_bias, behind.gate_bias_stride, behind.gate_bias_is_float, n + e);
-        factors[e] += bias;
-      } else {
-        values[e] += bias;
-        factors[e] = 1.0f;
-      }
+      x[e] += bias_at(GATED ? behind.gate_bias : behind.bias, n + e, behind.brain);
+      if constexpr (GATED) factors[e] += bias_at(behind.bias, n + e, behind.brain);
     }
-    activate(values, behind.kind);
-    T *y = out + (row + token) * extent.N + n;
-#pragma unroll
-    for (int e = 0; e < 2; e++) values[e] *= factors[e];
+    activate<true>(x, behind.kind);
+    Bits *y = out + (int64_t)(row + token) * extent.N + n;
+    const uint32_t low = round_pair(x[0] * factors[0], x[1] * factors[1], behind.brain);
+    const uint32_t high = round_pair(x[2] * factors[2], x[3] * factors[3], behind.brain);
     if (behind.packs) {
-      store<T, 2>(y, {from_float<T>(values[0]), from_float<T>(values[1])});
+      *reinterpret_cast<uint2 *>(y) = make_uint2(low, high);
     } else {
-      y[0] = from_float<T>(values[0]);
-      if (n + 1 < extent.N) y[1] = from_float<T>(values[1]);
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (n + e < extent.N) y[e] = (Bits)((e < 2 ? low : high) >> e % 2 * 16);
     }
   }
   if (splits > 1) cluster_meet();  // nobody leaves while another may still read its sums
@@ -957,8 +981,8 @@ __global__ void __launch_bounds__(Thin<TOKENS, GATED>::threads)
 // M x N outputs a block, TM x TN a thread.
 template <int M_TILE, int N_TILE, int TM, int TN>
 __global__ void __launch_bounds__((M_TILE / TM) * (N_TILE / TN))
-    project_float(Dense<float> a, Dense<float> b, Epilogue epilogue, float *out, int64_t M, int64_t N, int64_t K,
-                  int64_t tiles_m, int64_t tiles_n) {
+    project_float(Dense<float> a, Dense<float> b, Behind behind, float *out, int64_t M, int64_t N, int64_t K,
+                  int tiles_m, int tiles_n) {
   constexpr int kThreads = (M_TILE / TM) * (N_TILE / TN), kDepth = 16;
   constexpr int kA = M_TILE * kDepth / kThreads, kB = N_TILE * kDepth / kThreads;
   static_assert(M_TILE * kDepth % kThreads == 0 && N_TILE * kDepth % kThreads == 0, "threads share the tiles evenly");
@@ -1027,10 +1051,14 @@ __global__ void __launch_bounds__((M_TILE / TM) * (N_TILE / TN))
     for (int j = 0; j < TN; j++) memory[(ty * TM + i) * kSumsStride + tx * TN + j] = sums[i][j];
   __syncthreads();
 #pragma unroll 1
-  for (int e = threadIdx.x; e < M_TILE * (N_TILE / 8); e += kThreads) {
-    const int r = e / (N_TILE / 8), c = e % (N_TILE / 8) * 8;
+  for (int e = threadIdx.x; e < M_TILE * N_TILE; e += kThreads) {
+    const int r = e / N_TILE, c = e % N_TILE;
     const int64_t row = place.row + r, column = place.column + c;
-    if (row < M && column < N) emit<float>(memory + r * kSumsStride + c, epilogue, out, row, column, N);
+    if (row >= M || column >= N) continue;
+    float *y = out + row * N + column, sum = memory[r * kSumsStride + c] + bias_at(behind.bias, column, false);
+    float x[1] = {behind.gated ? *y : sum};
+    activate<false>(x, behind.kind);
+    *y = behind.gated ? x[0] * sum : x[0];
   }
 }
 
@@ -1040,44 +1068,45 @@ bool aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
 
 int64_t blocks_of(int64_t M, int64_t N, int m, int n) { return (M + m - 1) / m * ((N + n - 1) / n); }
 
-template <typename T, typename C>
-int launch(Dense<T> a, Dense<T> b, const Epilogue &epilogue, T *out, int64_t M, int64_t N, int64_t K,
+template <typename C>
+int launch(Dense<Bits> a, Dense<Bits> b, const Behind &behind, Bits *out, int64_t M, int64_t N, int64_t K,
            cudaStream_t stream) {
   constexpr int kBytes = Shared<C>::bytes;
-  const auto kernel = project<T, C>;
+  const auto kernel = project<C>;
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess) {
     cudaGetLastError();  // this device has less shared memory
     return AK_UNSUPPORTED;
   }
   const int64_t tiles_m = (M + C::m - 1) / C::m, tiles_n = (N + C::n - 1) / C::n;
   if (tiles_m * tiles_n > 0x7fffffff) return AK_UNSUPPORTED;
-  kernel<<<(unsigned)(tiles_m * tiles_n), C::threads, kBytes, stream>>>(a, b, epilogue, out, M, N, K, tiles_m, tiles_n);
+  kernel<<<(unsigned)(tiles_m * tiles_n), C::threads, kBytes, stream>>>(a, b, behind, out, M, N, K, (int)tiles_m,
+                                                                        (int)tiles_n);
   return (int)cudaGetLastError();
 }
 
 template <int M_TILE, int N_TILE, int TM, int TN>
-int launch_float(Dense<float> a, Dense<float> b, const Epilogue &epilogue, float *out, int64_t M, int64_t N, int64_t K,
+int launch_float(Dense<float> a, Dense<float> b, const Behind &behind, float *out, int64_t M, int64_t N, int64_t K,
                  cudaStream_t stream) {
   constexpr int kThreads = (M_TILE / TM) * (N_TILE / TN);
   const int64_t tiles_m = (M + M_TILE - 1) / M_TILE, tiles_n = (N + N_TILE - 1) / N_TILE;
   if (tiles_m * tiles_n > 0x7fffffff) return AK_UNSUPPORTED;
   project_float<M_TILE, N_TILE, TM, TN><<<(unsigned)(tiles_m * tiles_n), kThreads, 0, stream>>>(
-      a, b, epilogue, out, M, N, K, tiles_m, tiles_n);
+      a, b, behind, out, M, N, K, (int)tiles_m, (int)tiles_n);
   return (int)cudaGetLastError();
 }
 
 template <typename T>
-int product(Dense<T> a, Dense<T> b, Epilogue epilogue, T *out, int64_t M, int64_t N, int64_t K, cudaStream_t stream) {
+int product(Dense<T> a, Dense<T> b, Behind behind, T *out, int64_t M, int64_t N, int64_t K, cudaStream_t stream) {
   if (M == 0 || N == 0) return AK_OK;
-  epilogue.packs = N % (16 / (int)sizeof(T)) == 0 && aligned(out);
+  behind.packs = N % (16 / (int)sizeof(T)) == 0 && aligned(out);
   if constexpr (sizeof(T) == 4) {
     if (blocks_of(M, N, 128, 64) >= kLargeFrom)
-      return launch_float<128, 64, 8, 4>(a, b, epilogue, out, M, N, K, stream);
-    return launch_float<32, 32, 2, 2>(a, b, epilogue, out, M, N, K, stream);
+      return launch_float<128, 64, 8, 4>(a, b, behind, out, M, N, K, stream);
+    return launch_float<32, 32, 2, 2>(a, b, behind, out, M, N, K, stream);
   } else {
     if (blocks_of(M, N, Large::m, Large::n) >= kLargeFrom)
-      return launch<T, Large>(a, b, epilogue, out, M, N, K, stream);
-    return launch<T, Small>(a, b, epilogue, out, M, N, K, stream);
+      return launch<Large>(a, b, behind, out, M, N, K, stream);
+    return launch<Small>(a, b, behind, out, M, N, K, stream);
   }
 }
 
@@ -1089,8 +1118,8 @@ using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void
 
 // The driver's function that writes tensor maps, or NULL.
 Encode encoder() {
-  static std::atomic<void *> kept{NULL};
-  void *found = kept.load(std::memory_order_relaxed);
+  static void *kept = NULL;
+  void *found = __atomic_load_n(&kept, __ATOMIC_RELAXED);
   if (found == NULL) {
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -1103,23 +1132,21 @@ Encode encoder() {
       cudaGetLastError();
       return NULL;
     }
-    kept.store(found, std::memory_order_relaxed);
+    __atomic_store_n(&kept, found, __ATOMIC_RELAXED);
   }
   return reinterpret_cast<Encode>(found);
 }
 
 // A matrix's map: boxes of 64 elements (128 bytes, swizzled) of so many rows.
-template <typename T>
-bool map_of(CUtensorMap *map, const Dense<T> &matrix, int64_t columns, int64_t rows, int box_rows) {
+bool map_of(CUtensorMap *map, const Dense<Bits> &matrix, bool brain, int64_t columns, int64_t rows, int box_rows) {
   const Encode encode = encoder();
   if (encode == NULL) return false;
   const int64_t stride = rows == 1 ? (columns + 7) / 8 * 8 : matrix.stride;
   const cuuint64_t sizes[2] = {(cuuint64_t)columns, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)stride * 2};
   const cuuint32_t box[2] = {kDepth, (cuuint32_t)box_rows}, steps[2] = {1, 1};
-  const CUtensorMapDataType type =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(map, type, 2, const_cast<T *>(matrix.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  const CUtensorMapDataType type = brain ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode(map, type, 2, const_cast<Bits *>(matrix.data), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -1127,9 +1154,9 @@ bool map_of(CUtensorMap *map, const Dense<T> &matrix, int64_t columns, int64_t r
 template <auto KERNEL>
 bool runs_here(int bytes, int device) {
   constexpr int kDevices = 64;
-  static std::atomic<signed char> kept[kDevices];
+  static signed char kept[kDevices];
   if (device < 0 || device >= kDevices) return false;
-  signed char known = kept[device].load(std::memory_order_relaxed);
+  signed char known = __atomic_load_n(&kept[device], __ATOMIC_RELAXED);
   if (known == 0) {
     cudaFuncAttributes attributes;
     known = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.sharedSizeBytes == 0 &&
@@ -1137,7 +1164,7 @@ bool runs_here(int bytes, int device) {
                 ? 1
                 : -1;
     if (known < 0) cudaGetLastError();
-    kept[device].store(known, std::memory_order_relaxed);
+    __atomic_store_n(&kept[device], known, __ATOMIC_RELAXED);
   }
   return known > 0;
 }
@@ -1163,62 +1190,68 @@ int launch_clusters(void (*kernel)(Parameters...), int64_t blocks, int threads, 
 }
 
 // A product on Hopper: a (M, K) @ w.T with w (N, K), and the gate's weight, or NULL.
-template <typename T>
 struct Hopper {
-  Dense<T> a, w;
-  const Dense<T> *gate;
+  Dense<Bits> a, w;
+  const Dense<Bits> *gate;
   Behind behind;
-  T *out;
+  Bits *out;
   int64_t M, N, K;
   bool early;  // may start before the kernel ahead of it has ended, which makes a
   int device, processors;
   cudaStream_t stream;
 };
 
-template <typename T, int COLUMNS, bool GATED>
-int launch_wide(const Hopper<T> &h) {
+bool maps_of(const Hopper &h, CUtensorMap (&maps)[3], int a_rows, int w_rows) {
+  const bool brain = h.behind.brain;
+  return map_of(&maps[0], h.a, brain, h.K, h.M, a_rows) &&
+         (h.gate == NULL || map_of(&maps[1], *h.gate, brain, h.K, h.N, w_rows)) &&
+         map_of(&maps[2], h.w, brain, h.K, h.N, w_rows);
+}
+
+template <int COLUMNS, bool GATED>
+int launch_wide(const Hopper &h) {
   using C = Wide<COLUMNS>;
-  CUtensorMap a_map, gate_map = {}, w_map;
-  if (!runs_here<project_wide<T, COLUMNS, GATED>>(C::bytes, h.device) || !map_of(&a_map, h.a, h.K, h.M, C::m) ||
-      !map_of(&w_map, h.w, h.K, h.N, C::n / 2) || (GATED && !map_of(&gate_map, *h.gate, h.K, h.N, C::n / 2)))
+  CUtensorMap maps[3] = {};
+  if (!runs_here<project_wide<COLUMNS, GATED>>(C::bytes, h.device) || !maps_of(h, maps, C::m, C::n / 2))
     return kNotHere;
   const int64_t outputs = GATED ? C::n / 2 : C::n;
   const int64_t tiles_m = (h.M + C::m - 1) / C::m, tiles_n = (h.N + outputs - 1) / outputs;
+  const int64_t tiles = (tiles_m + 1) / 2 * tiles_n, room = h.processors / C::cluster;
+  if (tiles > INT32_MAX / 2) return AK_UNSUPPORTED;
   const int steps = (int)((h.K + kDepth - 1) / kDepth);
-  const Extent extent = {h.M, h.N, tiles_m, tiles_n, (tiles_m + 1) / 2 * tiles_n, steps};
-  const int64_t room = h.processors / C::cluster, clusters = extent.tiles < room ? extent.tiles : room;
-  return launch_clusters(project_wide<T, COLUMNS, GATED>, clusters * C::cluster, C::threads, C::bytes, C::cluster,
-                         h.early, h.stream, a_map, gate_map, w_map, h.behind, h.out, extent);
+  const Extent extent = {(int)h.M, (int)h.N, (int)tiles_m, (int)tiles_n, (int)tiles, steps};
+  return launch_clusters(project_wide<COLUMNS, GATED>, (tiles < room ? tiles : room) * C::cluster, C::threads, C::bytes,
+                         C::cluster, h.early, h.stream, maps[0], maps[1], maps[2], h.behind, h.out, extent);
 }
 
-template <typename T, int TOKENS, bool GATED>
-int launch_thin(const Hopper<T> &h) {
+template <int TOKENS, bool GATED>
+int launch_thin(const Hopper &h) {
   using C = Thin<TOKENS, GATED>;
-  CUtensorMap a_map, gate_map = {}, w_map;
-  if (!runs_here<project_thin<T, TOKENS, GATED>>(C::bytes, h.device) || !map_of(&a_map, h.a, h.K, h.M, TOKENS) ||
-      !map_of(&w_map, h.w, h.K, h.N, C::outputs) || (GATED && !map_of(&gate_map, *h.gate, h.K, h.N, C::outputs)))
+  CUtensorMap maps[3] = {};
+  if (!runs_here<project_thin<TOKENS, GATED>>(C::bytes, h.device) || !maps_of(h, maps, TOKENS, C::outputs))
     return kNotHere;
   const int64_t tiles_m = (h.M + TOKENS - 1) / TOKENS, tiles_n = (h.N + C::outputs - 1) / C::outputs;
+  const int64_t tiles = tiles_m * tiles_n;
+  if (tiles > INT32_MAX / kMostSplits) return AK_UNSUPPORTED;
   const int depth = C::parts * kDepth;
-  const Extent extent = {h.M, h.N, tiles_m, tiles_n, tiles_m * tiles_n, (int)((h.K + depth - 1) / depth)};
+  const Extent extent = {(int)h.M, (int)h.N, (int)tiles_m, (int)tiles_n, (int)tiles, (int)((h.K + depth - 1) / depth)};
   int splits = 1;
-  while (splits < kMostSplits && extent.tiles * splits < kThinBlocks && extent.steps >= splits * 2) splits *= 2;
-  if (extent.tiles * splits > 0x7fffffff) return AK_UNSUPPORTED;
-  return launch_clusters(project_thin<T, TOKENS, GATED>, extent.tiles * splits, C::threads, C::bytes, splits, h.early,
-                         h.stream, a_map, gate_map, w_map, h.behind, h.out, extent, splits);
+  while (splits < kMostSplits && tiles * splits < kThinBlocks && extent.steps >= splits * 2) splits *= 2;
+  return launch_clusters(project_thin<TOKENS, GATED>, tiles * splits, C::threads, C::bytes, splits, h.early, h.stream,
+                         maps[0], maps[1], maps[2], h.behind, h.out, extent, splits);
 }
 
-template <typename T, bool GATED>
-int product_hopper(const Hopper<T> &h) {
+template <bool GATED>
+int product_hopper(const Hopper &h) {
   constexpr int kOutputs = GATED ? 128 : 256;
-  if (h.M > 128 && blocks_of(h.M, h.N, 128, kOutputs) >= kWideFrom) return launch_wide<T, 256, GATED>(h);
+  if (h.M > 128 && blocks_of(h.M, h.N, 128, kOutputs) >= kWideFrom) return launch_wide<256, GATED>(h);
   if constexpr (!GATED) {
-    if (h.M > 128 && blocks_of(h.M, h.N, 128, 128) >= kWideFrom) return launch_wide<T, 128, false>(h);
+    if (h.M > 128 && blocks_of(h.M, h.N, 128, 128) >= kWideFrom) return launch_wide<128, false>(h);
   }
-  if (h.M <= 16) return launch_thin<T, 16, GATED>(h);
-  if (h.M <= 32) return launch_thin<T, 32, GATED>(h);
-  if (h.M <= 64) return launch_thin<T, 64, GATED>(h);
-  return launch_thin<T, 128, GATED>(h);
+  if (h.M <= 16) return launch_thin<16, GATED>(h);
+  if (h.M <= 32) return launch_thin<32, GATED>(h);
+  if (h.M <= 64) return launch_thin<64, GATED>(h);
+  return launch_thin<128, GATED>(h);
 }
 
 // A tensor as rows of its last dimension, all one stride apart; false where it is not that.
@@ -1237,15 +1270,9 @@ bool dense_of(const AkTensor *t, Dense<T> *matrix) {
   return true;
 }
 
-Epilogue epilogue_of(const AkTensor *bias, bool gated, int kind) {
-  if (bias == NULL) return {NULL, 0, false, gated, false, kind};
-  return {bias->data, bias->sizes[0] == 1 ? 0 : bias->strides[0], bias->dtype == AK_F32, gated, false, kind};
-}
-
-Behind behind_of(const AkTensor *bias, const AkTensor *gate_bias, int kind, int64_t N, const void *out) {
-  const Epilogue one = epilogue_of(bias, false, kind), gate = epilogue_of(gate_bias, false, kind);
-  return {one.bias, gate.bias, one.bias_stride, gate.bias_stride, one.bias_is_float, gate.bias_is_float,
-          N % 8 == 0 && aligned(out), kind};
+Bias bias_of(const AkTensor *bias) {
+  if (bias == NULL) return {};
+  return {bias->data, bias->sizes[0] == 1 ? 0 : bias->strides[0], bias->dtype == AK_F32};
 }
 
 int64_t rows_of(const AkTensor *x) {
@@ -1263,7 +1290,10 @@ int run(const AkTensor *x, const AkTensor *w_gate, const AkTensor *w_up, const A
   if (w_gate != NULL && !dense_of(w_gate, &gate)) return AK_NEED_CONTIGUOUS;
   const int64_t M = rows_of(x), D = x->sizes[x->ndim - 1], H = w_up->sizes[0];
   const cudaStream_t stream = (cudaStream_t)ctx->stream;
-  T *hidden = static_cast<T *>(ctx->workspace);
+  T *hidden = static_cast<T *>(ctx->workspace), *y = static_cast<T *>(out->data);
+  const bool brain = x->dtype == AK_BF16;
+  const Behind last = {bias_of(b_down), {}, false, D % (16 / (int)sizeof(T)) == 0 && aligned(y), brain, kNone};
+  const Dense<T> h = {hidden, H, H % (16 / (int)sizeof(T)) == 0};
   if constexpr (sizeof(T) == 2) {
     int major = 0, processors = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->device);
@@ -1271,28 +1301,28 @@ int run(const AkTensor *x, const AkTensor *w_gate, const AkTensor *w_up, const A
     // Tensor maps are of aligned rows that do not overlap.
     const auto maps = [](const Dense<T> &m, int64_t rows) { return m.packs && (rows == 1 || m.stride > 0); };
     const bool all = maps(a, M) && maps(up, H) && maps(down, D) && (w_gate == NULL || maps(gate, H)) && H % 8 == 0;
-    if (major == 9 && all && M > 0 && D > 0 && H > 0 && M < INT32_MAX && D < INT32_MAX && H < INT32_MAX) {
-      const Dense<T> h = {hidden, H, true};
-      T *y = static_cast<T *>(out->data);
-      const Hopper<T> first = {a, up, w_gate != NULL ? &gate : NULL, behind_of(b_up, b_gate, kind, H, hidden), hidden,
-                               M, H, D, false, ctx->device, processors, stream};
-      const Hopper<T> second = {h, down, NULL, behind_of(b_down, NULL, kNone, D, y), y, M, D, H, true, ctx->device,
-                                processors, stream};
-      const int made = w_gate != NULL ? product_hopper<T, true>(first) : product_hopper<T, false>(first);
+    if (major == 9 && all && M > 0 && D > 0 && H > 0 && M < kCountable && D < kCountable && H < kCountable) {
+      const Behind middle = {bias_of(b_up), bias_of(b_gate), false, true, brain, kind};
+      const Hopper first = {a, up, w_gate != NULL ? &gate : NULL, middle, hidden, M, H, D, false, ctx->device,
+                            processors, stream};
+      const Hopper second = {h, down, NULL, last, y, M, D, H, true, ctx->device, processors, stream};
+      const int made = w_gate != NULL ? product_hopper<true>(first) : product_hopper<false>(first);
       if (made != kNotHere && made != AK_OK) return made;
       if (made == AK_OK) {
-        const int done = product_hopper<T, false>(second);
+        const int done = product_hopper<false>(second);
         if (done != kNotHere) return done;
-        return product<T>(h, down, epilogue_of(b_down, false, kNone), y, M, D, H, stream);
+        return product<T>(h, down, last, y, M, D, H, stream);
       }
     }
   }
   int code = AK_OK;
-  if (w_gate != NULL) code = product<T>(a, gate, epilogue_of(b_gate, false, kNone), hidden, M, H, D, stream);
-  if (code == AK_OK) code = product<T>(a, up, epilogue_of(b_up, w_gate != NULL, kind), hidden, M, H, D, stream);
-  if (code != AK_OK) return code;
-  const Dense<T> h = {hidden, H, H % (16 / (int)sizeof(T)) == 0};
-  return product<T>(h, down, epilogue_of(b_down, false, kNone), static_cast<T *>(out->data), M, D, H, stream);
+  if (w_gate != NULL) {
+    const Behind gates = {bias_of(b_gate), {}, false, false, brain, kNone};
+    code = product<T>(a, gate, gates, hidden, M, H, D, stream);
+  }
+  const Behind middle = {bias_of(b_up), {}, w_gate != NULL, false, brain, kind};
+  if (code == AK_OK) code = product<T>(a, up, middle, hidden, M, H, D, stream);
+  return code == AK_OK ? product<T>(h, down, last, y, M, D, H, stream) : code;
 }
 
 }  // namespace
@@ -1313,8 +1343,8 @@ extern "C" int fused_mlp(const AkTensor *x, const AkTensor *w_gate, const AkTens
     if (bias != NULL && bias->dtype != x->dtype && bias->dtype != AK_F32) return AK_UNSUPPORTED;
   switch (x->dtype) {
     case AK_F32: return run<float>(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, out, ctx);
-    case AK_F16: return run<__half>(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, out, ctx);
-    case AK_BF16: return run<__nv_bfloat16>(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, out, ctx);
+    case AK_F16:
+    case AK_BF16: return run<Bits>(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, out, ctx);
     default: return AK_UNSUPPORTED;
   }
 }
