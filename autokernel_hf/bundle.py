@@ -24,6 +24,7 @@ from autokernel_hf.build import build
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
 from autokernel_hf.export_hf import (
     chosen_name,
+    gradients_by,
     make_readable,
     refuse_foreign,
     refuse_private_card,
@@ -334,6 +335,7 @@ def _write_sources(part: Part, folder: Path, name: str, version: int, license: s
         license=license,
         archs=part.built.archs,
         configs=packages.configs(Path(part.built.path)),
+        gradients=gradients_by(part.backward.candidate if part.backward is not None else None),
     )
     for path, text in files.items():
         shared = path.startswith(_SHARED_FOLDERS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from autokernel_hf import card, card_plot, packages
 from autokernel_hf.build import build
 from autokernel_hf.errors import CandidateError, PackageError, UsageError
+from autokernel_hf.kernels import kernel_type
 from autokernel_hf.progress import NOTE
 from autokernel_hf.records import (
     Built,
@@ -151,6 +152,7 @@ def stage(
             license=license,
             archs=archs,
             configs=packages.configs(Path(builts[0].path)),
+            gradients=gradients_by(backward),
         ).items():
             write_atomically(temporary / path, text)
         if backward is not None:
@@ -189,6 +191,12 @@ def _one_a_variant(builts: Sequence[Built]) -> list[Built]:
             )
         chosen[variant] = complete[0]
     return list(chosen.values())
+
+
+def gradients_by(backward: Candidate | None) -> tuple[str, ...]:
+    """Of which arguments a kernel computes the gradients."""
+    gradients = kernel_type(backward.kernel_type).gradients if backward is not None else None
+    return gradients.of if gradients is not None else ()
 
 
 def write_backward_sources(

@@ -39,11 +39,13 @@ def source_files(
     license: str,
     archs: Sequence[str],
     configs: Sequence[Mapping[str, object]] = (),
+    gradients: Sequence[str] = (),
 ) -> dict[str, str]:
     """All source files of a package by path.
 
     Args:
         configs: Entries of a Triton kernel's `configs.json`.
+        gradients: The arguments whose gradients the package computes as well.
 
     Raises:
         CandidateError: The candidate breaks the contract.
@@ -52,7 +54,7 @@ def source_files(
     domain = contract.check(candidate, kernel_type)
     files = {
         "build.toml": build_toml(candidate, name=name, version=version, license=license, archs=archs),
-        f"tests/test_{kernel_type.name}.py": _test_source(kernel_type, domain),
+        f"tests/test_{kernel_type.name}.py": _test_source(kernel_type, domain, gradients),
         f"benchmarks/benchmark_{kernel_type.name}.py": _benchmark_source(
             kernel_type, domain, candidate.backend
         ),
@@ -215,7 +217,7 @@ def _torch_ext(candidate: Candidate, kernel_type: KernelType, domain: Domain, pa
 # --- tests and benchmarks -----------------------------------------------------------------------------------------
 
 
-def _test_source(kernel_type: KernelType, domain: Domain) -> str:
+def _test_source(kernel_type: KernelType, domain: Domain, gradients: Sequence[str] = ()) -> str:
     tolerance = kernel_type.tolerance
     cases = []
     for workload in _test_workloads(kernel_type, domain):
@@ -267,11 +269,34 @@ def test_error_is_of_the_size_of_torchs_own(kernel, make, ulps):
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     for output, wanted, plain in zip(outputs, exact(args), {kernel_type.reference.__name__}(**args)):
         assert output.shape == wanted.shape and output.dtype == plain.dtype
+        if output.numel() == 0:  # the gradient of an absent tensor
+            continue
         own = (plain.double() - wanted).abs().max().item()
         scale = wanted.abs().clamp_min(wanted.square().mean().sqrt().item())
         allowed = K * own + ulps * torch.finfo(output.dtype).eps * scale
         assert ((output.double() - wanted).abs() <= allowed).all()
-'''
+{_gradients_test(kernel_type, gradients)}'''
+
+
+def _gradients_test(kernel_type: KernelType, gradients: Sequence[str]) -> str:
+    if not gradients:
+        return ""
+    return f"""
+
+@pytest.mark.parametrize("make", [case[1] for case in CASES], ids=[case[0] for case in CASES])
+def test_gradients_are_those_of_the_plain_expression(kernel, make):
+    torch.manual_seed(0)
+    args = make(DEVICE)
+    leaves = [args[n].requires_grad_() for n in {_toml(gradients)} if args[n] is not None]
+    outputs = kernel.{kernel_type.name}(**args)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.randn_like(o) for o in outputs]
+    plain = torch.autograd.grad({kernel_type.reference.__name__}(**args), leaves, grads)
+    for a, b in zip(torch.autograd.grad(outputs, leaves, grads), plain):
+        assert a.dtype == b.dtype
+        allowed = (1e-4 if a.dtype == torch.float32 else 3e-2) * b.float().abs().max()
+        assert ((a.float() - b.float()).abs() <= allowed).all()
+"""
 
 
 def _benchmark_source(kernel_type: KernelType, domain: Domain, backend: str) -> str:
@@ -318,8 +343,8 @@ class {_camel(kernel_type.name)}Benchmark(Benchmark):
             self.checked = True
             got = self.result if isinstance(self.result, tuple) else (self.result,)
             for a, b in zip(got, wanted):
-                scale = b.float().abs().max().item()
-                if not (a.float() - b.float()).abs().max().item() <= 2e-2 * scale:
+                scale = b.float().abs().max().item() if b.numel() else 0.0
+                if b.numel() and not (a.float() - b.float()).abs().max().item() <= 2e-2 * scale:
                     raise RuntimeError("the kernel and the plain expression differ")
             self.out = wanted[0]
         return wanted[0]

@@ -337,6 +337,22 @@ def test_the_gradients_folder_is_byte_for_byte_what_is_built_alone(package: Pack
     assert "has_backward = True" not in (plain / "layers.py").read_text()
 
 
+def test_the_shipped_tests_hold_gradients_against_autograds(package: Package) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=package.path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    text = (Path(package.path) / "tests/test_rmsnorm.py").read_text()
+    assert text.count("@pytest.mark.parametrize") == 2 and 'for n in ["x", "weight"]' in text
+    assert "12 passed" in done.stdout
+
+
 def test_the_card_tells_what_has_gradients_and_that_nobody_judged_them(package: Package) -> None:
     card = (Path(package.path) / "README.md").read_text()
     assert "`has_backward` is True" in card and "(`Mode.TRAINING`)" in card
