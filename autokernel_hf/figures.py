@@ -27,12 +27,18 @@ RESULT_COLUMNS = (
 )
 
 
-def weighted(evaluation: Evaluation, field: str) -> float | None:
-    """Geometric mean of a workload figure, weighted by the workloads' shares; None where one is missing."""
-    values = [getattr(w, field) for w in evaluation.workloads]
-    if not values or any(v is None or v <= 0 for v in values):
+def weighted(evaluation: Evaluation, field: str, *, partly: bool = False) -> float | None:
+    """Geometric mean of a workload figure, weighted by the workloads' shares; None where one is missing.
+
+    Args:
+        partly: Leave out those that are missing; None where all are.
+    """
+    pairs = [(getattr(w, field), w.share) for w in evaluation.workloads]
+    known = [(value, share) for value, share in pairs if value is not None and value > 0]
+    if not known or (len(known) < len(pairs) and not partly):
         return None
-    mean, _ = statistics.combine(values, [(v, v) for v in values], [w.share for w in evaluation.workloads])
+    values = [value for value, _ in known]
+    mean, _ = statistics.combine(values, [(v, v) for v in values], [share for _, share in known])
     return mean
 
 
@@ -48,16 +54,18 @@ def gain_over(evaluation: Evaluation, other: Literal["eager", "incumbent"]) -> t
 def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
     """Time of the model's own code over each experiment's, by number, for the experiments of one target in order.
 
-    One that was timed against an incumbent alone gets that incumbent's score times its own ratio, and one with the machine
-    code of another that one's; None: not right, or not timed.
+    One that was timed against an incumbent gets that incumbent's score times its own ratio, since the two were timed in
+    turn: scores can then be compared though the machine was busier in one hour than in another. One with the machine code of
+    another gets that one's. Where the judge gave up after some of the calls, since it could not be kept any more, those
+    count. None: not right, or not timed.
     """
     scores: dict[int, float | None] = {}
     best: float | None = None
     for experiment in experiments:
-        score = weighted(experiment.evaluation, "speedup_vs_eager")
-        ratio = weighted(experiment.evaluation, "speedup_vs_incumbent")
+        score = weighted(experiment.evaluation, "speedup_vs_eager", partly=True)
+        ratio = weighted(experiment.evaluation, "speedup_vs_incumbent", partly=True)
         opponent = scores.get(experiment.against) if experiment.against is not None else best
-        if score is None and opponent is not None and ratio is not None:
+        if opponent is not None and ratio is not None:
             score = opponent * ratio
         if experiment.duplicate_of is not None:
             score = scores.get(experiment.duplicate_of)
