@@ -241,17 +241,28 @@ class Playbook:
         if not space:
             return
         here = {t.name: t.value for t in space}
+        cell = cell_of(context.incumbent)
+        # Told by their values, which takes less than making the source of each.
+        known = {
+            frozenset(a.tunables.items())
+            for a in context.attempts
+            if a.experiment in context.cells and context.cells[a.experiment].island == cell.island
+        }
         key = f"{context.target.name}/{context.seed}/{len(context.attempts) + len(context.pending)}/rest"
         draw = random.Random(zlib.crc32(key.encode()))
         for changes in range(2, len(space) + 1):
             for _ in range(_DRAWN):
                 chosen = draw.sample(space, changes)
                 values = {**here, **{t.name: draw.choice(t.choices) for t in chosen}}
+                if frozenset(values.items()) in known:
+                    continue
                 if (proposal := _with(context.incumbent, values, "rest")) is not None:
                     yield proposal
         if math.prod(len(t.choices) for t in space) <= _SMALL:
             for choice in itertools.product(*(t.choices for t in space)):
                 values = dict(zip(here, choice, strict=True))
+                if frozenset(values.items()) in known:
+                    continue
                 if (proposal := _with(context.incumbent, values, "rest")) is not None:
                     yield proposal
 

@@ -533,7 +533,10 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
                     lacking = " (counted for other constants of the same file)"
             elif refused:
                 lacking = f"; no hardware counters: {refused[0].rstrip('.')}"
-        return tuple(found.prescriptions), f"{found.bound}-bound: {found.evidence}{lacking}"
+        gain = f"at its floor it would be {100 / found.pct_of_floor:.3g} times as fast"
+        first = "; ".join(f"{k}: {r}" for k, r in zip(found.prescriptions[:3], found.reasons, strict=False))
+        words = f"{found.bound}-bound: {found.evidence}{lacking}; {gain}. What to change first: {first}"
+        return tuple(found.prescriptions), words
 
     return explain
 
