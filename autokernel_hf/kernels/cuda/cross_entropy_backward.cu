@@ -19,6 +19,9 @@ static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block is whole warps");
 static_assert(kUnroll >= 1 && kUnroll <= 8, "a thread holds its packs in registers");
 
 constexpr int kCountThreads = 512;
+// Of longer rows so few are under way that the L2 cache holds them until they are read again.
+constexpr int kLongThreads = 1024;
+constexpr int64_t kLongBytes = 128 << 10;
 
 // A 32-bit word of elements, to and from float.
 template <typename T>
@@ -139,7 +142,7 @@ __device__ __forceinline__ int64_t head_of(const T *row, int64_t N) {
 
 // A block has a row, or several; a row is cut where the logits have their 16-byte boundaries.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kLongThreads, 1)
     rows(const float *__restrict__ grad, int64_t grad_stride, const T *__restrict__ logits, int64_t row_stride,
          const int64_t *__restrict__ target, int64_t target_stride, int64_t ignore_index, float smoothing,
          const float *__restrict__ count, T *__restrict__ out, int64_t N, int64_t V) {
@@ -256,7 +259,8 @@ int run(const AkTensor *grad, const AkTensor *logits, const AkTensor *target, in
   if (count != nullptr) counted<<<1, kCountThreads, 0, stream>>>(wanted, target_stride, ignore_index, N, count);
   constexpr int kShare = 4 * kPack<T>;  // columns of a thread, where threads are many enough
   int64_t threads = ((V + kShare - 1) / kShare + 31) / 32 * 32;
-  if (threads > kThreads) threads = kThreads;
+  const int64_t limit = V * (int64_t)sizeof(T) > kLongBytes ? kLongThreads : kThreads;
+  if (threads > limit) threads = limit;
   if (threads < 32) threads = 32;
   const int64_t together = threads >= 128 ? 1 : 128 / threads, blocks = (N + together - 1) / together;
   const dim3 block((unsigned)threads, (unsigned)together);
