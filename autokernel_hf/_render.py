@@ -111,7 +111,7 @@ def bench_text(console: Console, evaluation: Evaluation) -> None:
     console.line(", ".join(f"{k} {v}" for k, v in evaluation.stages.model_dump().items()))
     console.table(
         [
-            "shape",
+            "workload",
             "dtype",
             "us",
             *(["hot us", "in a graph us"] if warm else []),
@@ -125,7 +125,7 @@ def bench_text(console: Console, evaluation: Evaluation) -> None:
         ],
         [
             [
-                w.shape,
+                w.label,  # several may share a shape
                 w.dtype,
                 number(w.latency_us),
                 *([number(w.hot_us), number(w.graph_us)] if warm else []),
@@ -226,7 +226,7 @@ def gpus_text(console: Console, document: Any) -> None:
         ],
     )
     columns = [
-        k for k in (document["known"][0] if document["known"] else {}) if k not in ("patterns", "source")
+        k for k in (document["known"][0] if document["known"] else {}) if k not in ("pattern", "source")
     ]
     console.table(columns, [[cell(row[c]) for c in columns] for row in document["known"]])
 

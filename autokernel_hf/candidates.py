@@ -19,12 +19,14 @@ def read_candidate(path: Path) -> Candidate:
     """
     backend = _BACKEND_OF.get(path.suffix)
     if backend is None:
+        if not path.exists():
+            raise CandidateError(f"There is no file {path}.", remedy="Check the path.")
         raise CandidateError(
             f"{path} is no candidate file: its suffix is {path.suffix!r}.",
             remedy="Use .py (Triton), .cu (CUDA C++) or .cpp (C++).",
         )
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise CandidateError(f"There is no file {path}.", remedy="Check the path.") from None
     except UnicodeDecodeError:

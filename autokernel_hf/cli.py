@@ -34,13 +34,32 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="autokernel-hf",
-    help="Make a Hugging Face model faster on your own hardware, and publish the kernels that did it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 skill_app = typer.Typer(help="The skill that teaches a coding agent to work here.", no_args_is_help=True)
 app.add_typer(skill_app, name="skill")
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from autokernel_hf.version import __version__
+
+        sys.stdout.write(f"autokernel-hf {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_tell_version),
+    ] = False,
+) -> None:
+    """Make a Hugging Face model faster on your own hardware, and publish the kernels that did it."""
+    del version  # its callback has told it
+
 
 # --- the main job -------------------------------------------------------------------------------------------------
 
@@ -371,7 +390,11 @@ def export(
     name: Annotated[str, typer.Option(help="Name of the package.")],
     version: Annotated[int, typer.Option(min=1, help="Version: an API change asks for a new one.")] = 1,
     archs: Annotated[
-        str | None, typer.Option(metavar="8.0,9.0a", help="GPU architectures to build for, for a CUDA file.")
+        str | None,
+        typer.Option(
+            metavar="8.0,9.0a",
+            help="GPU architectures to build for, for a CUDA file (default: the GPU's here, else 9.0a).",
+        ),
     ] = None,
     bundle: Annotated[bool, typer.Option("--bundle", help="All kernels in one package.")] = False,
     backward: Annotated[
@@ -550,6 +573,9 @@ def main() -> None:
     # As in our other processes: a user's `profile.py` in the current folder or on PYTHONPATH shadows nothing.
     standard = Path(os.__file__).parent
     sys.path.sort(key=lambda entry: Path(entry) not in (standard, standard / "lib-dynload"))
+    # A stream that the caller has closed is none here, and would fail in whatever writes to it.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the program runs
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     try:
         app()
     except KeyboardInterrupt:

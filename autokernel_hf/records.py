@@ -9,9 +9,10 @@ This module imports neither torch nor triton, so that any process can read a rec
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -76,17 +77,25 @@ class Record(BaseModel):
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
+
+    Raises:
+        OSError: It cannot be written; `filename` is `path`, whatever the file was called meanwhile.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        # Not by `tempfile`, whose files are for their owner alone: a run is read by whoever may read its folder.
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

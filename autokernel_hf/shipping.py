@@ -224,6 +224,12 @@ def export(
                 bundle=bundle,
                 backward=backward,
             )
+    for source in sources:
+        if source.is_dir() or not source.exists():
+            found = (
+                "neither a run folder, which has a run.json, nor a file" if source.is_dir() else "not there"
+            )
+            raise RunError(f"{source} is {found}.", remedy="Name a run folder or a candidate file.")
     candidates = [read_candidate(source) for source in sources]
     backwards = _backwards_of(candidates, backward)
     if bundle:

@@ -19,12 +19,23 @@ import pytest
 from typer.testing import CliRunner
 
 import autokernel_hf
-from autokernel_hf import doctor, pipeline, shipping, tunables
+from autokernel_hf import _render, doctor, pipeline, shipping, tunables
+from autokernel_hf._console import Console
 from autokernel_hf.agent import Playbook
+from autokernel_hf.candidates import read_candidate
 from autokernel_hf.cli import app
 from autokernel_hf.errors import ToolMissingError, UsageError, last_words
 from autokernel_hf.progress import Silent
-from autokernel_hf.records import Evaluation, ModelSpec, Proposal, PulledModel, TargetResult
+from autokernel_hf.records import (
+    Evaluation,
+    ModelSpec,
+    Proposal,
+    PulledModel,
+    Stages,
+    TargetResult,
+    WorkloadResult,
+    write_atomically,
+)
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
@@ -144,6 +155,8 @@ def test_help_answers_in_half_a_second_of_processor_time() -> None:
         (["nonsense"], 2),
         (["starter", "nonsense", "--backend", "cpp"], 2),
         (["bench", "no-such-file.cpp"], 1),
+        (["bench", "no-such-file"], 1),
+        (["export", "no-such-run", "--name", "any-name"], 1),
         (["ledger", "--run", "no-such-run"], 1),
         (["check", "no-such-folder/at-all"], 1),
     ],
@@ -507,6 +520,62 @@ def test_a_run_that_waits_for_a_coding_agent_says_so() -> None:
     waiting, passed_over = skipped("cpp", "left to a coding agent"), skipped(None, "too little to measure")
     assert pipeline._reason([passed_over, waiting], None) == "rmsnorm: left to a coding agent"
     assert pipeline._reason([passed_over], None).startswith("no kernel type has enough to gain")
+
+
+def test_version_is_told() -> None:
+    assert invoke("--version") == (0, f"autokernel-hf {autokernel_hf.__version__}\n", "")
+
+
+def test_export_says_that_a_source_is_neither_a_run_nor_a_file(tmp_path: Path) -> None:
+    for source, told in ((tmp_path / "absent", "is not there"), (tmp_path, "neither a run folder")):
+        code, _, err = invoke("export", str(source), "--name", "any-name")
+        assert code == 1
+        assert f"{source} is " in err and told in err
+
+
+def test_a_byte_order_mark_is_no_part_of_a_candidate(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.cpp", tmp_path / "marked.cpp"
+    plain.write_text(starter().source, encoding="utf-8")
+    marked.write_text(starter().source, encoding="utf-8-sig")
+    assert marked.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert read_candidate(marked) == read_candidate(plain)
+
+
+def test_files_of_a_run_can_be_read_by_whoever_reads_its_folder(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "results.tsv", "x\n")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "results.tsv").stat().st_mode & 0o777 == 0o640
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_atomically(tmp_path / "folder", "x\n")
+    assert caught.value.filename == str(tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "results.tsv"]
+
+
+def test_a_table_tells_workloads_of_one_shape_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    works = [
+        WorkloadResult(label=f"4x8/{kind}", shape="4x8", dtype="float32", latency_us=1.0)
+        for kind in ("gelu", "silu")
+    ]
+    evaluation = Evaluation(status="passed", stages=Stages(), workloads=tuple(works))
+    _render.bench_text(Console(json=False), evaluation)
+    rows = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert rows == ["4x8/gelu", "4x8/silu"]
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_stream_fails_nothing(closed: int) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m autokernel_hf types {closed}>&-"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("rmsnorm" in done.stdout) == (closed == 2)
 
 
 def test_help_keeps_what_stands_in_brackets() -> None:
