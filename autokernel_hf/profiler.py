@@ -324,12 +324,18 @@ class _Session:
         base = _without_overlap([site for site in sites if site.kernel_type not in ENCLOSING])
         instrument, problem = self._instrument(base)
         if problem:
+            if unsteady := self._difference(self._run()):
+                raise ModelError(
+                    f"{loaded.pulled.id} gives another output when it runs again on the same input ({unsteady}).",
+                    remedy="Let its forward draw no random numbers, and change neither its inputs nor itself.",
+                )
             base = self._faithful(base)
             instrument, problem = self._instrument(base)
             if problem:
                 raise ModelError(
-                    f"{loaded.pulled.id} gives another output with all its sites instrumented ({problem}).",
-                    remedy="Profile it type by type.",
+                    f"{loaded.pulled.id} gives another output with all its sites instrumented ({problem}), "
+                    "and the same one with those of each kernel type alone.",
+                    remedy="This is a fault of autokernel-hf: please report it with the model.",
                 )
         self._base = instrument
         self._enclosing: list[_Instrument] = []

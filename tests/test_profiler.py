@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autokernel_hf import profiler
-from autokernel_hf.errors import DeviceError, UsageError
+from autokernel_hf.errors import DeviceError, ModelError, UsageError
 from autokernel_hf.extract import extract
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.models import LoadedModel, load
@@ -255,6 +255,18 @@ def test_a_type_whose_layers_change_the_output_is_left_out_and_said(
         found = profile(tiny_llama, types=["rmsnorm", "rotary_embedding", "fused_mlp"])
     assert {r.kernel_type for r in found.sites} == {"rotary_embedding", "fused_mlp"}
     assert "rmsnorm is left out of the profile" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line", ["x = x + torch.rand(())", "x.mul_(2)", "self.n = self.n * 2; x = x * self.n"]
+)
+def test_a_model_that_gives_another_output_each_time_is_told_so(line: str, tmp_path: Path) -> None:
+    source = NET.replace("x = x * 2", line).replace("self.act = ", "self.n = 1.0\n        self.act = ")
+    (tmp_path / "net.py").write_text(f"import torch\n{source}")
+    loaded = load(ModelSpec(model=f"{tmp_path}/net.py:Net", input_shape=(4, 16), device="cpu"))
+    with pytest.raises(ModelError, match="another output when it runs again on the same input") as caught:
+        profile(loaded)
+    assert "random numbers" in caught.value.remedy
 
 
 class SimulatedGpu:
