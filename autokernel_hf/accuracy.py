@@ -125,6 +125,7 @@ class Accuracy:
         ratio: The largest ratio, over inputs and outputs, of the two models' root mean square errors.
         worst: The same for the largest single errors.
         finite: Whether the model with kernels is finite exactly where the plain one is.
+        compared: How many numbers were compared: those of the plain model that are finite.
     """
 
     max_abs: float = 0.0
@@ -132,6 +133,7 @@ class Accuracy:
     worst: float = 0.0
     finite: bool = True
     inputs: int = 0
+    compared: int = 0
     _agreeing: int = 0
     _positions: int = 0
     _divergence: float = 0.0
@@ -140,7 +142,7 @@ class Accuracy:
     @property
     def right(self) -> bool:
         return (
-            self.inputs > 0
+            self.compared > 0
             and self.finite
             and not self.problems
             and self.ratio <= MAX_RATIO
@@ -158,6 +160,8 @@ class Accuracy:
             return f"with the kernels the model's error is {self.ratio:.3g} times its own, above {MAX_RATIO}"
         if self.worst > MAX_WORST:
             return f"the largest error is {self.worst:.3g} times the plain model's largest, above {MAX_WORST}"
+        if self.inputs and not self.compared:
+            return "the model's output holds no finite floating-point number, so that nothing can be compared"
         return "" if self.inputs else "nothing was compared"
 
     @property
@@ -215,6 +219,7 @@ class Accuracy:
             sums.count += e.numel()
         if not sums.count:
             return
+        self.compared += sums.count
         # No dtype can do better than its own rounding of the result: below that a ratio says nothing.
         epsilon = torch.finfo(plain.dtype).eps / 4
         rms_eager, rms_kernels, rms_exact = (

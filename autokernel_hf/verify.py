@@ -123,7 +123,7 @@ def verify(
 
 
 def _output_error(accuracy: Accuracy) -> OutputError | None:
-    if not accuracy.inputs or accuracy.problems:
+    if not accuracy.compared or accuracy.problems:
         return None
     return OutputError(
         max_abs=accuracy.max_abs,

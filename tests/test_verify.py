@@ -309,6 +309,21 @@ def test_a_slower_kernel_is_right_and_does_not_pass(tmp_path: Path) -> None:
     assert result.error.top1_agreement is None
 
 
+@pytest.mark.parametrize(
+    "output",
+    ["y * float('nan')", "y.argmax(-1)", "'a word'"],
+    ids=["not finite", "whole numbers", "no tensor"],
+)
+def test_a_model_of_whose_output_nothing_can_be_compared_passes_nothing(output: str, tmp_path: Path) -> None:
+    source = SLOW.replace("return self.last", "y = self.last").rstrip() + f"\n        return {output}\n"
+    (tmp_path / "net.py").write_text(source)
+    loaded = load(ModelSpec(model=f"{tmp_path}/net.py:Net", input_shape=(4, 16), device="cpu"))
+    result = quick(loaded, activation(tmp_path, 0.002))
+    assert not result.passed
+    assert "nothing can be compared" in result.reason
+    assert result.error is None and result.speedup.vs_eager is None
+
+
 @pytest.mark.slow
 def test_torch_compile_is_timed_beside_and_its_columns_run_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
