@@ -379,3 +379,14 @@ def test_telling_a_wrong_element_imports_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_server_runs_no_thread_of_its_own_when_it_forks(device: str) -> None:
+    """For a GPU it hashes Triton's files beside its imports; a fork with that thread about might take its locks along."""
+    code = (
+        "import sys, threading; from autokernel_hf.judge.server import _preload; _preload(sys.argv[1]); "
+        "print(threading.active_count(), 'triton.compiler.code_generator' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, device], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", str(device == "cuda")]

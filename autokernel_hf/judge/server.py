@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -220,9 +221,7 @@ def main(descriptor: str, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = socket.socket(fileno=int(descriptor))
-    _preload()
-    if device == "cuda":
-        triton_seed.preload()
+    _preload(device)
     walls = {builder: confine.walls(os.environ, builder=builder) for builder in (False, True)}
     # Wardens are nobody's concern here: each tells by itself how its child ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -288,17 +287,24 @@ def probe() -> None:
     sys.stdout.write(json.dumps(found))
 
 
-def _preload() -> None:
-    import torch
-
+def _preload(device: str) -> None:
+    seeding = None
     with contextlib.suppress(ImportError):
         import triton.language  # noqa: F401
+
+        if device == "cuda":
+            # Half a second of hashing, beside the import of torch, which it does not need. It ends before the first fork.
+            seeding = threading.Thread(target=triton_seed.preload)
+            seeding.start()
+    import torch
 
     import autokernel_hf.build
     import autokernel_hf.judge.child
     import autokernel_hf.kernels
 
     autokernel_hf.kernels.kernel_types()
+    if seeding is not None:
+        seeding.join()
     if torch.cuda.is_initialized():
         raise RuntimeError("an import started CUDA: children could not use it")
 
