@@ -54,12 +54,13 @@ def optimize_text(console: Console, record: Any) -> None:
 def verification_text(console: Console, verification: Any) -> None:
     latency = verification.latency_ms
     cells = [(k.replace("_", " + ", 1), v) for k, v in latency.model_dump().items() if v is not None]
-    console.table([f"{k} ms" for k, _ in cells], [[f"{v:.2f}" for _, v in cells]])
     speedup, ci95 = verification.speedup, verification.speedup_ci95
-    console.line(
-        f"Whole model: {ratio(speedup.vs_eager)} against eager {interval(ci95.vs_eager)}, "
-        f"{ratio(speedup.vs_compile)} against torch.compile {interval(ci95.vs_compile)}"
-    )
+    if cells:  # nothing is timed where the model was not right
+        console.table([f"{k} ms" for k, _ in cells], [[f"{v:.2f}" for _, v in cells]])
+        console.line(
+            f"Whole model: {ratio(speedup.vs_eager)} against eager {interval(ci95.vs_eager)}, "
+            f"{ratio(speedup.vs_compile)} against torch.compile {interval(ci95.vs_compile)}"
+        )
     if verification.error is not None:
         error = verification.error
         more = f", top-1 agreement {error.top1_agreement:.4f}" if error.top1_agreement is not None else ""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from autokernel_hf.errors import first_line, last_words
+from autokernel_hf.errors import ToolMissingError, first_line, last_words
 from autokernel_hf.records import Record
 
 # transformers' own gate on `kernels`, which it does not declare as a dependency: outside it every hook is a silent
@@ -49,7 +49,7 @@ def examine() -> list[Check]:
         "transformers accepts kernels": _kernels_and_transformers,
         "kernels can reach the Hub": _kernels_and_telemetry,
         "ninja": lambda: _program("ninja", "pip install ninja"),
-        "g++": lambda: _program("g++", "install a C++20 compiler (Debian: apt install g++)"),
+        "g++": _gxx,
         "git": lambda: _program("git", "install git: a run keeps its experiments in it"),
         "nvcc": _nvcc,
         "gpu": _gpu,
@@ -156,6 +156,18 @@ def _program(name: str, remedy: str) -> Check:
     if path is None:
         return Check(name=name, ok=False, detail="not found", remedy=remedy)
     return Check(name=name, ok=True, detail=_version(path))
+
+
+def _gxx() -> Check:
+    """The C++ compiler that builds would use (`CXX`, or g++), with the programs that read what it makes."""
+    from autokernel_hf.toolchain import gxx, need_binutils
+
+    try:
+        found = gxx()
+        need_binutils()
+    except ToolMissingError as error:
+        return Check(name="g++", ok=False, detail=error.message, remedy=error.remedy)
+    return Check(name="g++", ok=True, detail=found.version)
 
 
 def _version(path: str) -> str:

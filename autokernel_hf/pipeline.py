@@ -47,6 +47,7 @@ from autokernel_hf.runs import Run, RunSettings
 from autokernel_hf.search import Diagnose, Judging, Limits, Search, Stop
 from autokernel_hf.settings import check_settings
 from autokernel_hf.shipping import finish, is_wrong, stage, verify_the_helpful, winner_of
+from autokernel_hf.toolchain import gxx
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def optimize(
     else:
         check_settings(settings)
         settings = _with_devices(settings)
+        if settings.spec.device == "cpu":
+            gxx()  # all kernels of a CPU are C++: without a compiler nothing can come of it
         progress.stage(f"Pulling {settings.spec.model}")
         pulled = pull(settings.spec)
         run = Run.create(out, pulled.id, settings)

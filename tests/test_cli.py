@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import autokernel_hf
-from autokernel_hf import _render, doctor, pipeline, shipping, tunables
+from autokernel_hf import _render, doctor, pipeline, shipping, toolchain, tunables
 from autokernel_hf._console import Console
 from autokernel_hf.agent import Playbook
 from autokernel_hf.candidates import read_candidate
@@ -28,11 +28,15 @@ from autokernel_hf.errors import ToolMissingError, UsageError, last_words
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import (
     Evaluation,
+    Latency,
     ModelSpec,
     Proposal,
     PulledModel,
+    Speedup,
+    SpeedupInterval,
     Stages,
     TargetResult,
+    Verification,
     WorkloadResult,
     write_atomically,
 )
@@ -384,6 +388,26 @@ def test_doctor_names_a_variable_that_breaks_every_hub_call(monkeypatch: pytest.
     found = {c.name: c for c in doctor.examine()}["kernels can reach the Hub"]
     assert not found.ok
     assert found.remedy == "unset DO_NOT_TRACK"
+
+
+def test_doctor_looks_at_the_compiler_that_builds_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    toolchain.gxx.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    try:
+        found = {c.name: c for c in doctor.examine()}["g++"]
+    finally:
+        toolchain.gxx.cache_clear()
+    assert not found.ok
+    assert "apt-get install g++" in found.remedy
+
+
+def test_a_verification_without_times_shows_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = Verification(
+        passed=False, kernel_calls={"rmsnorm": 1}, latency_ms=Latency(), speedup=Speedup(),
+        speedup_ci95=SpeedupInterval(), error=None, reason="wrong",
+    )  # fmt: skip
+    _render.verification_text(Console(json=False), nothing)
+    assert capsys.readouterr().out == ""
 
 
 def test_doctor_examines_an_installation_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,6 +272,11 @@ def test_no_compiler_is_told_with_its_remedy(tmp_path: Path, repository_root: Pa
     done = cli("compile", str(starter), "--arch", "x86-64-v3", "--json", cwd=tmp_path, env=env)
     assert done.returncode == 1
     assert "install" in json.loads(done.stdout)["error"]["remedy"].lower()
+    # A search says so before it fetches and profiles a model.
+    done = cli("optimize", "acme/any", "--device", "cpu", cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: No C++ compiler (g++) is on PATH.\n  Install one")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("script", ["optimize_model", "publish_kernel", "use_kernel"])
