@@ -42,6 +42,7 @@ from autokernel_hf.records import (
     Verification,
     Winner,
     Workload,
+    write_atomically,
 )
 from autokernel_hf.runs import Run, RunSettings
 from autokernel_hf.search import Diagnose, Judging, Limits, Search, Stop
@@ -498,7 +499,8 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
     from autokernel_hf.gpu import Ceilings
     from autokernel_hf.kernels import kernel_type
 
-    refused: list[str] = []  # why there are no counters on this machine, once that is known
+    why_not = run.path / "counters" / "none.txt"  # why there are none on this machine, once that is known
+    refused = [why_not.read_text(encoding="utf-8")] if why_not.exists() else []
 
     def counters_of(target: Target, candidate: Candidate, workload: Workload) -> Counters | None:
         cell = cell_of(candidate)
@@ -511,6 +513,7 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
             found = read_counters(candidate, workload, target.device)
         except NoCountersError as error:
             refused.append(error.message)
+            write_atomically(why_not, error.message)
             logger.log(NOTE, "The diagnosis goes without hardware counters. %s", error)
             return None
         found.save(path)

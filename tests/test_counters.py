@@ -181,6 +181,10 @@ def test_a_run_counts_once_for_a_kind_and_says_what_it_lacks(
             assert "at its floor it would be 5.96 times as fast" in words
             assert "What to change first: compute: far from the memory's bandwidth" in words
         assert asked == ["refused"]
+        explain = pipeline._diagnoser(run, look=True)
+        assert "The driver keeps them" in explain(found, first, slow)[1]
+        assert asked == ["refused"], "the next target's search does not ask again"
+        (run.path / "counters" / "none.txt").unlink()
         monkeypatch.setattr(counters, "read", read)
         looking = pipeline._diagnoser(run, look=True)
         assert looking(found, first, near)[1].startswith("memory-bound") and asked == ["refused"]
