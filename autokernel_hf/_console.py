@@ -115,12 +115,20 @@ def fail(message: str, remedy: str) -> None:
         sys.stderr.write(f"  {remedy}\n")
 
 
+class _StderrOfNow(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is when a line comes: a progress bar puts itself in its place, to make room for lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 @contextmanager
 def guarded(command: str, json: bool, debug: bool) -> Iterator[Console]:
     """The wall around a command: known failures become a sentence and an exit code, tracebacks need --debug."""
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.WARNING,
-        stream=sys.stderr,
+        handlers=[_StderrOfNow()],
         format="%(levelname)s %(name)s: %(message)s" if debug else "%(message)s",
     )
     if not debug:

@@ -14,17 +14,7 @@ if TYPE_CHECKING:
 
 def optimize_text(console: Console, record: Any) -> None:
     console.table(
-        [
-            "target",
-            "share",
-            "experiments",
-            "kept",
-            "model's own us",
-            "kernel us",
-            "speed-up",
-            "95 %",
-            "status",
-        ],
+        ["target", "share", "tried", "kept", "model's us", "kernel us", "speed-up", "95 %", "status"],
         [
             [
                 t.name,
@@ -33,13 +23,16 @@ def optimize_text(console: Console, record: Any) -> None:
                 str(t.kept),
                 number(t.baseline_us),
                 number(t.best_us),
-                ratio(t.speedup),
+                "" if t.speedup is None else ratio(t.speedup),
                 interval(t.speedup_ci95),
-                f"{t.status}: {t.reason}" if t.reason else t.status,
+                t.status,
             ]
             for t in record.targets
         ],
     )
+    for target in record.targets:
+        if target.reason:
+            console.line(f"{target.name}: {target.reason}")
     if record.verification is not None:
         verification_text(console, record.verification)
     for package in record.packages:
@@ -233,7 +226,9 @@ def gpus_text(console: Console, document: Any) -> None:
 
 
 def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def cell(value: object) -> str:

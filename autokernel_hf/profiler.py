@@ -519,14 +519,19 @@ def _rows(loaded: LoadedModel, measured: _Measured) -> tuple[list[SiteProfile], 
     return _counted_once(rows)
 
 
+_NOISY = 1.02
+"""Sums of parts by so much above the whole are told: a percent is what passes differ by on a quiet machine."""
+
+
 def _counted_once(rows: Sequence[SiteProfile]) -> tuple[list[SiteProfile], float]:
     """The rows by share, and what they leave of the pass.
 
     Noise can make parts of a pass add up to more than the pass; then they are scaled to add up to it.
     """
     total = math.fsum(row.share for row in rows if row.nested_in is None)
-    if total > 1:
+    if total > _NOISY:
         logger.warning("the sites' times add up to %.2f passes: the measurement is noisy", total)
+    if total > 1:
         rows = [
             row.model_copy(
                 update={

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 
 import autokernel_hf
 from autokernel_hf import _render, doctor, pipeline, shipping, toolchain, tunables
-from autokernel_hf._console import Console
+from autokernel_hf._console import Console, guarded
 from autokernel_hf.agent import Playbook
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.cli import app
@@ -588,6 +590,26 @@ def test_a_table_tells_workloads_of_one_shape_apart(capsys: pytest.CaptureFixtur
     _render.bench_text(Console(json=False), evaluation)
     rows = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()[-2:]]
     assert rows == ["4x8/gelu", "4x8/silu"]
+
+
+def test_log_lines_go_through_a_progress_bar_that_has_taken_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Written past the bar, a line would be glued to it."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    with guarded("types", False, False):
+        behind, bar = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "stderr", behind)
+        logging.getLogger("autokernel_hf.any").warning("before")
+        monkeypatch.setattr(sys, "stderr", bar)
+        logging.getLogger("autokernel_hf.any").warning("while it stands there")
+    assert (behind.getvalue(), bar.getvalue()) == ("before\n", "while it stands there\n")
+
+
+def test_numbers_are_written_without_powers_where_they_are_times() -> None:
+    numbers = [None, 0.01234567, 839.04, 11930.4, 2094750.0]
+    assert [_render.number(n) for n in numbers] == ["", "0.01235", "839", "11930", "2094750"]
 
 
 @pytest.mark.parametrize("closed", [1, 2])

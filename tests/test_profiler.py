@@ -367,15 +367,18 @@ def test_on_a_gpu_a_share_predicts_what_the_pass_would_save_without_the_site(
         assert saved / whole < row.share < 1
 
 
-def test_noise_that_makes_more_than_a_pass_is_scaled_away(llama_profile: Profile) -> None:
-    loud = [r.model_copy(update={"share": r.share * 3, "ms": r.ms * 3}) for r in llama_profile.sites]
+@pytest.mark.parametrize(("passes", "told"), [(3.0, True), (1.01, False)])
+def test_noise_that_makes_more_than_a_pass_is_scaled_away(
+    passes: float, told: bool, llama_profile: Profile, caplog: pytest.LogCaptureFixture
+) -> None:
+    by = passes / math.fsum(r.share for r in llama_profile.sites if r.nested_in is None)
+    loud = [r.model_copy(update={"share": r.share * by, "ms": r.ms * by}) for r in llama_profile.sites]
     scaled, other = profiler._counted_once(loud)
     counted = [r for r in scaled if r.nested_in is None]
-    total = math.fsum(r.share for r in loud if r.nested_in is None)
-    assert total > 1
     assert sum(r.share for r in counted) == pytest.approx(1.0)
     assert other == 0.0
-    assert scaled[0].ms == pytest.approx(loud[0].ms / total)
+    assert scaled[0].ms == pytest.approx(loud[0].ms / passes)
+    assert ("add up to" in caplog.text) == told
 
 
 def test_the_cost_of_an_empty_pair_of_marks_is_small_and_known() -> None:
