@@ -15,7 +15,7 @@ import torch
 from autokernel_hf.build import build, load
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.errors import CandidateError, DeviceError
-from autokernel_hf.judge import l2, replays, telemetry, timing
+from autokernel_hf.judge import l2, near, replays, telemetry, timing
 from autokernel_hf.judge.arena import Arena, Pool
 from autokernel_hf.judge.bands import Bands
 from autokernel_hf.judge.cases import Scope
@@ -351,13 +351,13 @@ def test_an_output_too_large_to_keep_is_compared_in_parts(monkeypatch: pytest.Mo
     workload = rms(64, 33, "bfloat16")
     wanted = RMS.reference(**make_inputs(RMS, workload, 3))[0]
     for part in (1 << 20, 100):
-        monkeypatch.setattr(timing, "_NEAR_PART", part)
-        near = timing.Near(wanted, RMS, workload, torch_error=1e-3)
+        monkeypatch.setattr(near, "_PART", part)
+        look = near.Near(wanted, RMS, workload, torch_error=1e-3)
         for row in (0, 31, 63):
             for off in (0.0, 1e-3, 1.0):
                 output = wanted.clone()
                 output[row, 5] += off
-                assert near.holds(output) == (off < 1.0)
+                assert look.holds(output) == (off < 1.0)
 
 
 # --- what a session need not wait for ---------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch
 
 from autokernel_hf.extract import extract
 from autokernel_hf.judge import statistics
-from autokernel_hf.judge.timing import Column, Near
+from autokernel_hf.judge.near import Near
+from autokernel_hf.judge.timing import Column
 from autokernel_hf.judge.turn import Times
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.records import ModelSpec, Profile, PulledModel, SiteProfile

@@ -217,3 +217,29 @@ def _build(
         return kernel_type.build(axes, dtype, options)
     except (UsageError, ValueError):
         return None
+
+
+def in_dtype(workload: Workload, dtype: str) -> Workload:
+    """The same call in another dtype: every tensor that has the first one's."""
+    old = workload.dtype
+    args = tuple(
+        (name, value.model_copy(update={"dtype": dtype}))
+        if isinstance(value, TensorSpec) and value.dtype == old
+        else (name, value)
+        for name, value in workload.args
+    )
+    return workload.model_copy(update={"args": args})
+
+
+def distinct(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
+    """The same call once, with the calls and the share of all of them."""
+    found: dict[str, Workload] = {}
+    for workload in workloads:
+        key = key_of(workload)
+        if key in found:
+            old = found[key]
+            more = {"calls": old.calls + workload.calls, "share": old.share + workload.share}
+            found[key] = old.model_copy(update=more)
+        else:
+            found[key] = workload
+    return tuple(found.values())

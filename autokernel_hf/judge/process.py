@@ -34,10 +34,10 @@ def main(descriptor: str) -> None:
             interpret=False, device="cuda"
         )  # the referee ends it where CUDA finds no GPU after all
 
-    from autokernel_hf.judge import referee
+    from autokernel_hf.judge import service
 
     steps = (("interpreter", settings.opened_at, began), ("imports", began, time.monotonic()))
-    referee.serve(channel, settings, server, steps)
+    service.serve(channel, settings, server, steps)
     os._exit(0)  # all that it started has ended; taking torch apart would only take time
 
 

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from autokernel_hf import contract, gpu, machine_code
-from autokernel_hf.errors import AutokernelError, CandidateError, DeviceError, UsageError
+from autokernel_hf.errors import CandidateError, DeviceError, UsageError
 from autokernel_hf.judge import cases, huge, indices, replays, timing
 from autokernel_hf.judge.arena import Pool
 from autokernel_hf.judge.bench import Bench, Pair, untimed
-from autokernel_hf.judge.cases import STAGES, Case, Scope, Stage, cases_of, holds, key_of, narrowed
+from autokernel_hf.judge.cases import (
+    STAGES,
+    Case,
+    Scope,
+    Stage,
+    cases_of,
+    distinct,
+    holds,
+    in_dtype,
+    key_of,
+    narrowed,
+)
 from autokernel_hf.judge.child import MEMORY_WORDS
 from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.quiet import family, wait_for_quiet
@@ -33,21 +39,16 @@ from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.server import Server
 from autokernel_hf.judge.session import Request, Settings
+from autokernel_hf.judge.sheet import Sheet, Step
 from autokernel_hf.judge.stages import Passed, StageFailed, room_for, run_case, start_compile, write_calls
 from autokernel_hf.judge.telemetry import device_state
 from autokernel_hf.judge.verdict import gain_of, why_not_keep
 from autokernel_hf.kernels import kernel_type as find_type
 from autokernel_hf.kernels.base import tensor_bytes
-from autokernel_hf.progress import NOTE
 from autokernel_hf.records import (
     BenchStatus,
     Candidate,
-    DeviceState,
     Evaluation,
-    Resources,
-    Stages,
-    StageStatus,
-    TensorSpec,
     Workload,
     WorkloadResult,
 )
@@ -58,10 +59,6 @@ _MEMORY_FACTOR, _CONTEXTS_BYTES = 20.0, 2 << 30
 _STILL_WORKING_S = 2.0  # the spinning of an OpenMP pool ends long before
 
 
-Step = tuple[str, float, float]
-"""A step of opening a session: its name, and when it began and ended, by the system's monotonic clock."""
-
-
 class _Verdict(Exception):  # noqa: N818 - the end of an evaluation
     """An evaluation ends here."""
 
@@ -69,98 +66,6 @@ class _Verdict(Exception):  # noqa: N818 - the end of an evaluation
         super().__init__(reason)
         self.status = status
         self.reason = reason
-
-
-@dataclass(slots=True)
-class _Sheet:
-    """What is known of a candidate so far.
-
-    Every second since it was asked for is one of a phase: `phase` closes the time before it as "other".
-    """
-
-    started: float
-    stages: dict[Stage, StageStatus]
-    results: dict[str, WorkloadResult] = field(
-        default_factory=dict
-    )  # by workload, as `key_of` tells them apart
-    smoke: dict[str, Passed] | None = None
-    resources: Resources = Resources()
-    built_id: str | None = None
-    machine_code: str | None = None
-    library: Path | None = None
-    peak_bytes: int | None = None
-    confirmed: bool = False
-    phases: list[tuple[str, float]] = field(default_factory=list)
-    warm_times: dict[str, replays.WarmTimes] = field(default_factory=dict)  # by workload, as the device tells
-    eager_warm_times: dict[str, replays.WarmTimes] = field(default_factory=dict)
-    device_states: list[DeviceState] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
-    marked: float = 0.0  # until when the time is accounted for
-
-    @classmethod
-    def begun(cls, request: Request, opening: Sequence[Step]) -> _Sheet:
-        """A new one; what passed since the request, the opening of the session and waiting, is in its phases."""
-        now = time.monotonic()
-        sheet = cls(
-            started=request.asked_at or now,
-            stages=dict.fromkeys(STAGES, "skipped"),
-            confirmed=request.confirm,
-            marked=request.asked_at or now,
-        )
-        for name, began, ended in opening:
-            if ended > sheet.marked:  # a session may have been opened long before
-                sheet.lap("wait", until=max(began, sheet.marked))
-                sheet.lap(name, until=ended)
-        sheet.lap("wait", until=now)
-        return sheet
-
-    def lap(self, name: str, *, until: float | None = None) -> None:
-        """The time since the last lap is the phase's."""
-        now = time.monotonic() if until is None else until
-        seconds = round(now - self.marked, 3)
-        if seconds > 0:
-            self.phases.append((name, seconds))
-            self.marked = now
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Account for the time of a part of the evaluation."""
-        self.lap("other")
-        try:
-            yield
-        finally:
-            self.lap(name)
-
-    def evaluation(self, status: BenchStatus, reason: str) -> Evaluation:
-        self.lap("other")
-        return Evaluation(
-            status=status,
-            stages=Stages(**{stage: self.stages[stage] for stage in STAGES}),
-            reason=reason,
-            workloads=tuple(self._with_warm_times(r, key) for key, r in self.results.items()),
-            resources=self.resources,
-            peak_vram_mb=None if self.peak_bytes is None else self.peak_bytes / 2**20,
-            seconds=time.monotonic() - self.started,
-            phases=tuple(self.phases),
-            built_id=self.built_id,
-            machine_code=self.machine_code,
-            confirmed=self.confirmed,
-            notes=self.notes,
-            device_states=tuple(self.device_states),
-        )
-
-    def _with_warm_times(self, result: WorkloadResult, key: str) -> WorkloadResult:
-        if key not in self.warm_times:
-            return result
-        own, eager = self.warm_times[key], self.eager_warm_times[key]
-        return result.model_copy(
-            update={
-                "hot_us": own.hot_us,
-                "graph_us": own.graph_us,
-                "eager_hot_us": eager.hot_us,
-                "eager_graph_us": eager.graph_us,
-            }
-        )
 
 
 class Referee:
@@ -185,12 +90,12 @@ class Referee:
         workloads = settings.workloads or self.kernel_type.workloads[kind]
         if settings.workloads is None and settings.dtypes is not None:
             workloads = tuple(w for w in workloads if w.dtype in settings.dtypes) or tuple(
-                _in_dtype(w, settings.dtypes[0]) for w in workloads
+                in_dtype(w, settings.dtypes[0]) for w in workloads
             )
         dtypes = settings.dtypes or self.kernel_type.dtypes
         self.scope = Scope(
             kernel_type=self.kernel_type,
-            workloads=_distinct(workloads),
+            workloads=distinct(workloads),
             dtypes=tuple(d for d in dtypes if not self.interpret or d in cases.INTERPRETER_DTYPES),
             interpret=self.interpret,
         )
@@ -268,7 +173,7 @@ class Referee:
         """Judge a candidate: see `evaluate.Judge`."""
         candidate = request.candidate
         assert candidate is not None
-        sheet = _Sheet.begun(request, self.opening)
+        sheet = Sheet.begun(request, self.opening)
         self.opening = ()
         sheet.results = {key_of(w): untimed(w) for w in self.scope.workloads}
         child: Child | None = None
@@ -309,7 +214,7 @@ class Referee:
         candidate: Candidate,
         status: BenchStatus,
         request: Request,
-        sheet: _Sheet,
+        sheet: Sheet,
     ) -> None:
         """Keep or end the child of a candidate that was judged, and look at the device.
 
@@ -343,7 +248,7 @@ class Referee:
         if self.can_run and not self.interpret:
             self.bench.prepare([w for w in self.scope.workloads if holds(domain, w)])
 
-    def _judge(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> str:
+    def _judge(self, child: Child, domain: Domain, request: Request, sheet: Sheet) -> str:
         """The cascade; the reason of a pass."""
         child.inspect()
         assert request.candidate is not None
@@ -374,7 +279,7 @@ class Referee:
         self._hold_device_times(child, sheet)
         return self._summary(sheet)
 
-    def _must_be_new(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> None:
+    def _must_be_new(self, child: Child, domain: Domain, request: Request, sheet: Sheet) -> None:
         """Tell the candidate's machine code on the timed calls.
 
         Raises:
@@ -413,7 +318,7 @@ class Referee:
         if processes > 0:
             raise Failed("rejected", f"left {processes} process{'es' if processes > 1 else ''} behind")
 
-    def _summary(self, sheet: _Sheet) -> str:
+    def _summary(self, sheet: Sheet) -> str:
         done = "All stages passed" if set(sheet.stages.values()) == {"passed"} else "The smoke stage passed"
         gain = gain_of(tuple(sheet.results.values()))
         if gain is None:
@@ -438,7 +343,7 @@ class Referee:
             domain = contract.check(candidate, self.kernel_type)
         except CandidateError as error:
             raise _Verdict("rejected", f"It breaks the candidate contract: {error}") from None
-        wanted = _distinct([narrowed(w, domain) for w in self._wanted])
+        wanted = distinct([narrowed(w, domain) for w in self._wanted])
         self.scope = self.bench.scope = replace(self.scope, workloads=wanted)
         dtypes = [d for d in domain.dtypes if d in self.scope.dtypes]
         outside = [w for w in self.scope.workloads if not holds(domain, w)]
@@ -455,7 +360,7 @@ class Referee:
             )
         return domain
 
-    def _remaining_stages(self, child: Child, candidate: Candidate, domain: Domain, sheet: _Sheet) -> None:
+    def _remaining_stages(self, child: Child, candidate: Candidate, domain: Domain, sheet: Sheet) -> None:
         if candidate.backend == "triton" and not self.interpret:
             made = [case for stage in STAGES[1:] for case in cases_of(stage, self.scope, domain)]
             timed = {w.args for w in self.scope.workloads}
@@ -468,7 +373,7 @@ class Referee:
         self._more_than_32_bits(child, candidate, domain, sheet)
         child.inspect()
 
-    def _hold_device_times(self, child: Child, sheet: _Sheet) -> None:
+    def _hold_device_times(self, child: Child, sheet: Sheet) -> None:
         """The device's own times against the referee's clock, once both are known.
 
         Raises:
@@ -481,7 +386,7 @@ class Referee:
                 child.end()
                 raise Failed("rejected", f"{problem} (on {sheet.results[key].label})")
 
-    def _more_than_32_bits(self, child: Child, candidate: Candidate, domain: Domain, sheet: _Sheet) -> None:
+    def _more_than_32_bits(self, child: Child, candidate: Candidate, domain: Domain, sheet: Sheet) -> None:
         """Tensors of more than 2^31 elements where memory allows, else a reading of the source.
 
         Raises:
@@ -542,7 +447,7 @@ class Referee:
         except Failed as failed:
             raise Failed(failed.status, f"{failed.what} (while its variants were compiled)") from None
 
-    def _stage(self, child: Child, stage: Stage, domain: Domain, sheet: _Sheet) -> dict[str, Passed]:
+    def _stage(self, child: Child, stage: Stage, domain: Domain, sheet: Sheet) -> dict[str, Passed]:
         """Run a stage.
 
         Raises:
@@ -568,7 +473,7 @@ class Referee:
             return tuple(untimed(w) for w in self.scope.workloads)
         return tuple(self.bench.peers(w) for w in self.scope.workloads)
 
-    def _time(self, child: Child, domain: Domain, request: Request, sheet: _Sheet) -> None:
+    def _time(self, child: Child, domain: Domain, request: Request, sheet: Sheet) -> None:
         """Time the candidate on every workload in its domain; stop early once it cannot be kept any more."""
         assert request.candidate is not None
         pair = Pair(candidate=request.candidate, child=child, incumbent=request.incumbent)
@@ -585,12 +490,12 @@ class Referee:
                 break
         self._note_state(sheet)
 
-    def _note_state(self, sheet: _Sheet) -> None:
+    def _note_state(self, sheet: Sheet) -> None:
         state = device_state(self.device)
         if state is not None:
             sheet.device_states.append(state)
 
-    def _time_warm(self, child: Child, domain: Domain, sheet: _Sheet) -> None:
+    def _time_warm(self, child: Child, domain: Domain, sheet: Sheet) -> None:
         """The columns beside the cold one, which also show whether the candidate works in a CUDA graph.
 
         Raises:
@@ -666,88 +571,3 @@ def device_of(settings: Settings) -> torch.device:
         f"There is no GPU here for --device {settings.device}.",
         remedy="Use --device cpu: Triton's interpreter.",
     )
-
-
-def _in_dtype(workload: Workload, dtype: str) -> Workload:
-    """The same call in another dtype: every tensor that has the first one's."""
-    old = workload.dtype
-    args = tuple(
-        (name, value.model_copy(update={"dtype": dtype}))
-        if isinstance(value, TensorSpec) and value.dtype == old
-        else (name, value)
-        for name, value in workload.args
-    )
-    return workload.model_copy(update={"args": args})
-
-
-def _distinct(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
-    """The same call once, with the calls and the share of all of them."""
-    found: dict[str, Workload] = {}
-    for workload in workloads:
-        key = key_of(workload)
-        if key in found:
-            old = found[key]
-            more = {"calls": old.calls + workload.calls, "share": old.share + workload.share}
-            found[key] = old.model_copy(update=more)
-        else:
-            found[key] = workload
-    return tuple(found.values())
-
-
-# --- the process ----------------------------------------------------------------------------------------------------
-
-
-class _Relay(logging.Handler):
-    """Passes what a user should see on to the orchestrator."""
-
-    def __init__(self, channel: Connection) -> None:
-        super().__init__(NOTE)
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # it is gone; the next answer will find out
-            self._channel.send(("log", record.levelno, record.getMessage()))
-
-
-def serve(
-    channel: Connection, settings: Settings, server: Server | None, opening: Sequence[Step] = ()
-) -> None:
-    """Answer requests until the orchestrator closes the channel.
-
-    Args:
-        opening: What opening the session took so far.
-    """
-    began = time.monotonic()
-    logging.getLogger("autokernel_hf").addHandler(_Relay(channel))
-    torch.set_grad_enabled(False)
-    referee: Referee | None = None
-    try:
-        referee = _answer(channel, partial(Referee, settings, server))
-        if referee is not None:
-            referee.opening = (*opening, ("device", began, time.monotonic()))
-        while referee is not None:
-            request = channel.recv()
-            _answer(channel, partial(referee.do, request), reply=True)
-            referee.prepare()
-    except (EOFError, OSError):
-        pass
-    finally:
-        if referee is not None:
-            referee.close()
-        elif server is not None:
-            server.close()
-
-
-def _answer(channel: Connection, action: Callable[[], Any], *, reply: bool = False) -> Any:
-    """Do it, and tell the orchestrator how it went."""
-    try:
-        result = action()
-    except AutokernelError as error:
-        channel.send(("error", type(error).__name__, error.message, error.remedy))
-        return None
-    except Exception:  # noqa: BLE001
-        # The wall of this process: a fault of the judge goes to the orchestrator with its traceback.
-        channel.send(("fault", traceback.format_exc()))
-        return None
-    channel.send(("done", result if reply else None))
-    return result

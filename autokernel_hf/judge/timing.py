@@ -23,6 +23,7 @@ from torch import Tensor
 from autokernel_hf.judge import checks, statistics
 from autokernel_hf.judge.arena import ALIGNMENT, POISON, Layout, Slot, outputs_of, same_bits
 from autokernel_hf.judge.large import inputs_of
+from autokernel_hf.judge.near import Near
 from autokernel_hf.judge.quiet import wait_for_quiet
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.turn import DELAY_FACTOR, DELAY_US, Times, Turn, flush_for
@@ -45,7 +46,6 @@ _SPIN_LIMIT_S = 0.06
 _LATE_US = 30.0
 _LATE_SHARE = 0.25
 # What a child's turn may cost beyond its calls: its request, views of the arena, a context switch of the GPU.
-_NEAR_PART = 1 << 26  # elements of an output that are compared at a time
 _TURN_SLACK_US = {"cpu": 1000.0, "cuda": 2000.0}
 # Calls in a row, for clocks that are wrong by less than a turn's slack: how long a row should take, how many times longer
 # than its calls are said to take it may, and how often that may be tried. Other programs only make a row longer, and a
@@ -567,44 +567,6 @@ class Rounds:
             taken, walls[blank] = contender.turn(blank=blank)
             times = times if blank else taken
         return walls[False] - walls[True] - sum(times.device_us)
-
-
-class Near:
-    """Whether an output is so near to torch's that both may be taken for right; made once for all contenders."""
-
-    def __init__(
-        self, wanted: Tensor, kernel_type: KernelType, workload: Workload, torch_error: float
-    ) -> None:
-        self._exact = wanted if not wanted.is_floating_point() or not wanted.numel() else None
-        self._wanted: tuple[Tensor, ...] = ()
-        self._bound: Tensor | None = None  # of all elements, where those are few enough to keep it
-        if self._exact is None:
-            rule = kernel_type.tolerance
-            self._wanted = self._parts(wanted)
-            self._unit = rule.ulps * rule.growth(workload) * torch.finfo(wanted.dtype).eps
-            # An infinity says nothing of the size of the others; where one stands, only the oracle decides.
-            norms = [float(part.float().nan_to_num(0.0, 0.0, 0.0).norm()) for part in self._wanted]
-            self._base = rule.k * torch_error + self._unit * math.hypot(*norms) / math.sqrt(wanted.numel())
-            if len(self._wanted) == 1:
-                self._wanted = (wanted.reshape(-1).float(),)
-                self._bound = self._bound_of(self._wanted[0])
-
-    def _bound_of(self, wanted: Tensor) -> Tensor:
-        return wanted.abs().mul_(self._unit).add_(self._base)
-
-    @staticmethod
-    def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.reshape(-1).split(_NEAR_PART))
-
-    def holds(self, output: Tensor) -> bool:
-        if self._exact is not None:
-            return bool(torch.equal(output, self._exact))
-        for part, wanted in zip(self._parts(output), self._wanted, strict=True):
-            want = wanted.float()
-            bound = self._bound if self._bound is not None else self._bound_of(want)
-            if not bool(((part.float() - want).abs_() <= bound).all()):
-                return False
-        return True
 
 
 _PREHEAT_S, _STAYS_WARM_S = 0.1, 0.5
