@@ -365,6 +365,12 @@ def test_names_that_lead_nowhere_are_told_without_a_network(model: str, message:
         pull(ModelSpec(model=model, device="cpu", local_files_only=True))
 
 
+def test_only_a_model_of_the_hub_has_revisions(tiny_llama: Path) -> None:
+    for model in ("gpt2", str(tiny_llama)):
+        with pytest.raises(UsageError, match="has no revision 'v2'"):
+            pull(ModelSpec(model=model, random_weights=True, revision="v2", device="cpu"))
+
+
 def test_a_folder_without_a_configuration_is_told_as_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from autokernel_hf.errors import ModelError
+from autokernel_hf.errors import ModelError, UsageError
 from autokernel_hf.records import ModelSpec
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -57,7 +57,19 @@ def source_of(spec: ModelSpec) -> Source:
 
     Raises:
         ModelError: It names a file or folder that is not there or holds no model.
+        UsageError: A revision is asked of something that has none.
     """
+    found = _source_of(spec)
+    if spec.revision is not None and not isinstance(found, HubModel):
+        what = "comes with this program" if isinstance(found, Bundled) else "is read from this machine"
+        raise UsageError(
+            f"{spec.model} {what}: it has no revision {spec.revision!r}.",
+            remedy="Leave --revision away, or name a model of the Hub.",
+        )
+    return found
+
+
+def _source_of(spec: ModelSpec) -> Source:
     text = spec.model
     file, colon, class_name = text.rpartition(":")
     if colon and file.endswith(".py"):
