@@ -66,6 +66,10 @@ class Ahead:
         self._channel: multiprocessing.connection.Connection | None = None
 
     def __enter__(self) -> Ahead:
+        return self
+
+    def _start(self) -> None:
+        """Start the process, when it is first wanted: a coding agent's `try` has nothing to compile ahead."""
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             program("autokernel_hf.ahead", str(theirs.fileno()), self._device, str(self.processes)),
@@ -80,12 +84,12 @@ class Ahead:
         self._channel = multiprocessing.connection.Connection(ours.detach())
         self._channel.send(self._workloads)
         compiled.drop_old(_OLD_S)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process is not None
+        if self._process is None:
+            return
         self._take_answers(0.0)
         if self._channel is not None:
             self._channel.close()
@@ -99,6 +103,8 @@ class Ahead:
         """Compile a candidate; returns at once, whether it is compiled. C++ for the CPU is left to the judge."""
         if candidate.backend == "cpp" or (candidate.backend == "triton" and not self._workloads):
             return False
+        if self._process is None and self._channel is None:
+            self._start()
         if self._channel is None:
             return False
         self._take_answers(0.0)  # nobody may ask for them, and a full pipe would stop the builders
