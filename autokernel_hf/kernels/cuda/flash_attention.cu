@@ -12,11 +12,8 @@
 //
 // float32 is computed in float32.
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <type_traits>
 
 #include "autokernel.h"
@@ -36,15 +33,41 @@ namespace {
 
 static_assert(kWarps >= 1 && kWarps <= 16 && kKeys % 16 == 0 && kRowTiles >= 1, "tiles are whole products");
 
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+// Elements of 16 bits as the kernels see them: float16 or, if `brain`, bfloat16. Kernels for any device are one for both;
+// decoding and those for Hopper, which a choice between products slows down by 5 %, are one for each.
+using Bits = uint16_t;
 
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+// The toolkit's headers for these dtypes take longer to compile than the kernels' use of them.
+__device__ __forceinline__ float to_float(uint32_t bits, bool brain) {
+  if (brain) return __uint_as_float(bits << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)bits));
+  return value;
+}
+
+// Two neighbours in memory, the first in the low half.
+template <bool BRAIN>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t pair;
+  if constexpr (BRAIN)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high, bool brain) {
+  return brain ? pack<true>(low, high) : pack<false>(low, high);
+}
+
+// f is called with whether elements are bfloat16, as a constant.
+template <typename F>
+__device__ __forceinline__ void by_dtype(bool brain, F f) {
+  if (brain)
+    f(std::true_type());
+  else
+    f(std::false_type());
+}
 
 template <typename T, int V>
 struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Pack {
@@ -77,6 +100,7 @@ struct Attention {
   int64_t tiles;               // of queries in a sequence
   int64_t heads, heads_per_key, Sq, Sk;
   int D, Dv;
+  bool brain;  // elements of 16 bits are bfloat16, not float16
   float scale;
   bool causal;
   int64_t window;  // 0 for none
@@ -88,8 +112,9 @@ struct Problem {
 };
 
 // Packed sequences number `sequences`; one more stands for queries behind the last, which see no key.
-__device__ __forceinline__ Problem problem_of(const Attention &a, int64_t index) {
-  Problem p = {index / a.heads, index % a.heads, 0, a.Sq, 0, a.Sk};
+__device__ __forceinline__ Problem problem_of(const Attention &a, uint32_t index) {
+  const uint32_t batch = index / (uint32_t)a.heads;
+  Problem p = {batch, index - batch * (uint32_t)a.heads, 0, a.Sq, 0, a.Sk};
   if (a.cu_q == NULL) return p;
   const int64_t s = p.batch;
   p.batch = 0;
@@ -135,8 +160,8 @@ __device__ __forceinline__ float mask_at(const Attention &a, const Problem &p, i
   switch (a.mask_dtype) {
     case AK_BOOL: return static_cast<const uint8_t *>(a.mask)[at] != 0 ? 0.0f : -INFINITY;
     case AK_F32: return static_cast<const float *>(a.mask)[at];
-    case AK_F16: return to_float(static_cast<const __half *>(a.mask)[at]);
-    default: return to_float(static_cast<const __nv_bfloat16 *>(a.mask)[at]);
+    case AK_F16: return to_float(static_cast<const Bits *>(a.mask)[at], false);
+    default: return to_float(static_cast<const Bits *>(a.mask)[at], true);
   }
 }
 
@@ -179,31 +204,20 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void
                : "r"((uint32_t)__cvta_generic_to_shared(p)));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                         __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t *>(&pair);
+template <bool BRAIN>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (BRAIN)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Inputs below -126 give 0.
@@ -215,8 +229,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // ROWS rows of `width` elements from row `first` on into shared memory, WIDTH columns wide, zeros where they end. The
 // rows there are padded by 16 bytes, so that eight of them start in different banks.
-template <typename T, int ROWS, int WIDTH, int THREADS>
-__device__ __forceinline__ void load_rows(T *tile, const T *data, int64_t stride, bool packs, int64_t first,
+template <int ROWS, int WIDTH, int THREADS>
+__device__ __forceinline__ void load_rows(Bits *tile, const Bits *data, int64_t stride, bool packs, int64_t first,
                                           int64_t rows, int width) {
   constexpr int kChunks = WIDTH / 8;
   if (packs) {
@@ -225,7 +239,7 @@ __device__ __forceinline__ void load_rows(T *tile, const T *data, int64_t stride
       const int64_t row = first + i / kChunks;
       const int column = i % kChunks * 8, left = row < rows ? width - column : 0;
       const int count = left < 8 ? left > 0 ? left : 0 : 8;
-      const T *from = count > 0 ? data + row * stride + column : data;
+      const Bits *from = count > 0 ? data + row * stride + column : data;
       copy_later(tile + i / kChunks * (WIDTH + 8) + column, from, 2 * count);
     }
     return;
@@ -234,11 +248,10 @@ __device__ __forceinline__ void load_rows(T *tile, const T *data, int64_t stride
   for (int i = threadIdx.x; i < ROWS * kChunks; i += THREADS) {
     const int64_t row = first + i / kChunks;
     const int column = i % kChunks * 8, left = row < rows ? width - column : 0;
-    const T *from = data + row * stride + column;
-    Pack<T, 8> values;
-#pragma unroll
-    for (int j = 0; j < 8; j++) values.v[j] = j < left ? from[j] : from_float<T>(0.0f);
-    store<T, 8>(tile + i / kChunks * (WIDTH + 8) + column, values);
+    const Bits *from = data + row * stride + column;
+    Bits *to = tile + i / kChunks * (WIDTH + 8) + column;
+#pragma unroll 4
+    for (int j = 0; j < 8; j++) to[j] = j < left ? from[j] : (Bits)0;
   }
 }
 
@@ -251,33 +264,34 @@ struct Shape {
   static constexpr int mask_stride = keys + 4, mask_bytes = kWarps * 16 * mask_stride * 4;  // only with a mask
 };
 
-template <typename T, int WIDTH>
+template <int WIDTH>
 __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) {
   using S = Shape<WIDTH>;
   constexpr int kStride = S::stride;
   extern __shared__ __align__(16) unsigned char memory[];
-  T *q_tile = reinterpret_cast<T *>(memory), *k_tile = q_tile + S::rows * kStride, *v_tile = k_tile + S::keys * kStride;
+  Bits *q_tile = reinterpret_cast<Bits *>(memory), *k_tile = q_tile + S::rows * kStride;
+  Bits *v_tile = k_tile + S::keys * kStride;
   float *mask = reinterpret_cast<float *>(v_tile + S::keys * kStride) + threadIdx.x / 32 * 16 * S::mask_stride;
-  const Problem p = problem_of(a, blockIdx.x / a.tiles);
+  const Problem p = problem_of(a, blockIdx.x / (uint32_t)a.tiles);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // ldmatrix reads four 8x8 matrices; lanes 8i to 8i + 7 name the rows of the i-th.
   const int matrix = lane / 8, matrix_row = lane % 8;
-  const T *q = rows_of<T>(a.q, a.q_strides, p, p.head, p.q_start);
-  const T *k = rows_of<T>(a.k, a.k_strides, p, p.head / a.heads_per_key, p.k_start);
-  const T *v = rows_of<T>(a.v, a.v_strides, p, p.head / a.heads_per_key, p.k_start);
-  T *out = static_cast<T *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + p.q_start) * a.Dv;
+  const Bits *q = rows_of<Bits>(a.q, a.q_strides, p, p.head, p.q_start);
+  const Bits *k = rows_of<Bits>(a.k, a.k_strides, p, (uint32_t)p.head / (uint32_t)a.heads_per_key, p.k_start);
+  const Bits *v = rows_of<Bits>(a.v, a.v_strides, p, (uint32_t)p.head / (uint32_t)a.heads_per_key, p.k_start);
+  Bits *out = static_cast<Bits *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + p.q_start) * a.Dv;
   const float to_log2 = 1.4426950408889634f, scale = a.scale * to_log2;  // scores in powers of 2: exp2 is cheaper
 
   // The last rows have the most keys under causality: they go first. (Tiles beyond a.tiles only where max_seqlen_q is
   // less than the longest sequence.)
-  for (int64_t tile = a.tiles - 1 - blockIdx.x % a.tiles; tile * S::rows < p.q_length; tile += a.tiles) {
+  for (int64_t tile = a.tiles - 1 - blockIdx.x % (uint32_t)a.tiles; tile * S::rows < p.q_length; tile += a.tiles) {
     const int64_t top = tile * S::rows, warp_top = top + warp * 16 * S::tiles;
     const int64_t bottom = top + S::rows < p.q_length ? top + S::rows - 1 : p.q_length - 1;
     const Range range = range_of(a, p, top, bottom, S::keys);
 
-    load_rows<T, S::rows, WIDTH, S::threads>(q_tile, q, a.q_strides.token, a.q_packs, top, p.q_length, a.D);
+    load_rows<S::rows, WIDTH, S::threads>(q_tile, q, a.q_strides.token, a.q_packs, top, p.q_length, a.D);
     if (range.begin < range.end)
-      load_rows<T, S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, range.begin, p.k_length, a.D);
+      load_rows<S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, range.begin, p.k_length, a.D);
     end_group();
 
     float sums[S::tiles][WIDTH / 8][4] = {};
@@ -291,7 +305,7 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
     for (int64_t first = range.begin; first < range.end; first += S::keys) {
       wait_for_groups<0>();
       __syncthreads();  // q and k are here, and everyone is done with v
-      load_rows<T, S::keys, WIDTH, S::threads>(v_tile, v, a.v_strides.token, a.v_packs, first, p.k_length, a.Dv);
+      load_rows<S::keys, WIDTH, S::threads>(v_tile, v, a.v_strides.token, a.v_packs, first, p.k_length, a.Dv);
       end_group();
 
       float scores[S::tiles][S::keys / 8][4] = {};
@@ -302,16 +316,18 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
         for (int i = 0; i < S::tiles; i++)
           ldmatrix(rows[i], q_tile + ((warp * S::tiles + i) * 16 + matrix % 2 * 8 + matrix_row) * kStride + d +
                                 matrix / 2 * 8);
+        by_dtype(a.brain, [&](auto brain) {
 #pragma unroll
-        for (int j = 0; j < S::keys / 16; j++) {
-          uint32_t columns[4];
-          ldmatrix(columns, k_tile + (16 * j + matrix / 2 * 8 + matrix_row) * kStride + d + matrix % 2 * 8);
+          for (int j = 0; j < S::keys / 16; j++) {
+            uint32_t columns[4];
+            ldmatrix(columns, k_tile + (16 * j + matrix / 2 * 8 + matrix_row) * kStride + d + matrix % 2 * 8);
 #pragma unroll
-          for (int i = 0; i < S::tiles; i++) {
-            multiply(scores[i][2 * j], rows[i], columns[0], columns[1], T());
-            multiply(scores[i][2 * j + 1], rows[i], columns[2], columns[3], T());
+            for (int i = 0; i < S::tiles; i++) {
+              multiply<brain.value>(scores[i][2 * j], rows[i], columns[0], columns[1]);
+              multiply<brain.value>(scores[i][2 * j + 1], rows[i], columns[2], columns[3]);
+            }
           }
-        }
+        });
       }
 
       // All of this warp's rows see all of these keys, and nothing is added: the usual case away from the edges.
@@ -382,31 +398,33 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
       wait_for_groups<0>();
       __syncthreads();  // v is here, and everyone is done with k
       if (first + S::keys < range.end)
-        load_rows<T, S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, first + S::keys, p.k_length,
+        load_rows<S::keys, WIDTH, S::threads>(k_tile, k, a.k_strides.token, a.k_packs, first + S::keys, p.k_length,
                                                  a.D);
       end_group();
+      by_dtype(a.brain, [&](auto brain) {
 #pragma unroll
-      for (int n = 0; n < S::keys / 16; n++) {
-        uint32_t weights[S::tiles][4];
-#pragma unroll
-        for (int i = 0; i < S::tiles; i++) {
-          weights[i][0] = pack(scores[i][2 * n][0], scores[i][2 * n][1], T());
-          weights[i][1] = pack(scores[i][2 * n][2], scores[i][2 * n][3], T());
-          weights[i][2] = pack(scores[i][2 * n + 1][0], scores[i][2 * n + 1][1], T());
-          weights[i][3] = pack(scores[i][2 * n + 1][2], scores[i][2 * n + 1][3], T());
-        }
-#pragma unroll
-        for (int d = 0; d < WIDTH; d += 16) {
-          if (d >= a.Dv) break;
-          uint32_t values[4];
-          ldmatrix_transposed(values, v_tile + (16 * n + matrix % 2 * 8 + matrix_row) * kStride + d + matrix / 2 * 8);
+        for (int n = 0; n < S::keys / 16; n++) {
+          uint32_t weights[S::tiles][4];
 #pragma unroll
           for (int i = 0; i < S::tiles; i++) {
-            multiply(sums[i][d / 8], weights[i], values[0], values[1], T());
-            multiply(sums[i][d / 8 + 1], weights[i], values[2], values[3], T());
+            weights[i][0] = pack<brain.value>(scores[i][2 * n][0], scores[i][2 * n][1]);
+            weights[i][1] = pack<brain.value>(scores[i][2 * n][2], scores[i][2 * n][3]);
+            weights[i][2] = pack<brain.value>(scores[i][2 * n + 1][0], scores[i][2 * n + 1][1]);
+            weights[i][3] = pack<brain.value>(scores[i][2 * n + 1][2], scores[i][2 * n + 1][3]);
+          }
+#pragma unroll
+          for (int d = 0; d < WIDTH; d += 16) {
+            if (d >= a.Dv) break;
+            uint32_t values[4];
+            ldmatrix_transposed(values, v_tile + (16 * n + matrix % 2 * 8 + matrix_row) * kStride + d + matrix / 2 * 8);
+#pragma unroll
+            for (int i = 0; i < S::tiles; i++) {
+              multiply<brain.value>(sums[i][d / 8], weights[i], values[0], values[1]);
+              multiply<brain.value>(sums[i][d / 8 + 1], weights[i], values[2], values[3]);
+            }
           }
         }
-      }
+      });
     }
 
 #pragma unroll
@@ -419,16 +437,17 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
         const float share = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
         const int64_t row = warp_top + 16 * i + lane / 4 + half * 8;
         if (row >= p.q_length) continue;
-        T *y = out + row * a.Dv;
+        Bits *y = out + row * a.Dv;
 #pragma unroll
         for (int j = 0; j < WIDTH / 8; j++) {
           const int column = 8 * j + lane % 4 * 2;
           const float low = sums[i][j][2 * half] * share, high = sums[i][j][2 * half + 1] * share;
+          const uint32_t pair = pack(low, high, a.brain);
           if (column + 1 < a.Dv && a.Dv % 2 == 0) {
-            *reinterpret_cast<uint32_t *>(y + column) = pack(low, high, T());
+            *reinterpret_cast<uint32_t *>(y + column) = pair;
           } else {
-            if (column < a.Dv) y[column] = from_float<T>(low);
-            if (column + 1 < a.Dv) y[column + 1] = from_float<T>(high);
+            if (column < a.Dv) y[column] = (Bits)pair;
+            if (column + 1 < a.Dv) y[column + 1] = (Bits)(pair >> 16);
           }
         }
       }
@@ -496,15 +515,15 @@ __device__ __forceinline__ float4 load4_from(const float *p, uint32_t block) {
 
 #endif
 
-template <typename T, int WIDTH>
+template <bool BRAIN, int WIDTH>
 __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, int splits, int head_tiles) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using S = Decode<WIDTH>;
   constexpr int kStride = S::stride;
   extern __shared__ __align__(16) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, matrix = lane / 8, matrix_row = lane % 8;
-  T *ring = reinterpret_cast<T *>(memory) + warp * S::stages * 2 * S::tile;
-  T *q_tile = reinterpret_cast<T *>(memory + S::front);
+  Bits *ring = reinterpret_cast<Bits *>(memory) + warp * S::stages * 2 * S::tile;
+  Bits *q_tile = reinterpret_cast<Bits *>(memory + S::front);
   float *warp_sums = reinterpret_cast<float *>(memory), *sums_of_all = warp_sums + S::warps * S::sums;
   float *rests = reinterpret_cast<float *>(q_tile + S::tile), *rest = rests + S::warps * 32;  // of 16 rows each
   const int rank = splits > 1 ? (int)cluster_rank() : 0;
@@ -514,7 +533,7 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
   const int64_t left_heads = a.heads_per_key - first_head;
   const int rows = left_heads < 16 ? (int)left_heads : 16;
   const Problem p = {batch, key_head * a.heads_per_key + first_head, 0, 1, 0, a.Sk};
-  const T *k = rows_of<T>(a.k, a.k_strides, p, key_head, 0), *v = rows_of<T>(a.v, a.v_strides, p, key_head, 0);
+  const Bits *k = rows_of<Bits>(a.k, a.k_strides, p, key_head, 0), *v = rows_of<Bits>(a.v, a.v_strides, p, key_head, 0);
   const float to_log2 = 1.4426950408889634f, scale = a.scale * to_log2;
 
   const int64_t hidden = a.window > 0 && a.Sk > a.window ? a.Sk - a.window : 0;  // keys before the window
@@ -525,7 +544,7 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
   const auto fetch = [&](int64_t i) {
     const int64_t tile = begin + warp + i * S::warps;
     if (tile < end) {
-      T *k_tile = ring + i % S::stages * 2 * S::tile, *v_tile = k_tile + S::tile;
+      Bits *k_tile = ring + i % S::stages * 2 * S::tile, *v_tile = k_tile + S::tile;
       constexpr int kChunks = WIDTH / 8;
 #pragma unroll(WIDTH > 128 ? 2 : 8)
       for (int n = lane; n < S::keys * kChunks; n += 32) {
@@ -546,14 +565,14 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
   for (int s = 0; s < S::stages - 1; s++) fetch(s);
   for (int i = threadIdx.x; i < 16 * WIDTH; i += S::threads) {
     const int row = i / WIDTH, column = i % WIDTH;
-    const T *q = static_cast<const T *>(a.q) + batch * a.q_strides.batch + (p.head + row) * a.q_strides.head;
-    q_tile[row * kStride + column] = row < rows && column < a.D ? q[column] : from_float<T>(0.0f);
+    const Bits *q = static_cast<const Bits *>(a.q) + batch * a.q_strides.batch + (p.head + row) * a.q_strides.head;
+    q_tile[row * kStride + column] = row < rows && column < a.D ? q[column] : (Bits)0;
   }
   __syncthreads();
   // Wide heads leave no registers for all of q.
   constexpr bool kKeep = WIDTH <= 128;
   uint32_t q_part[kKeep ? WIDTH / 16 : 1][4];
-  const T *q_rows = q_tile + (matrix % 2 * 8 + matrix_row) * kStride + matrix / 2 * 8;
+  const Bits *q_rows = q_tile + (matrix % 2 * 8 + matrix_row) * kStride + matrix / 2 * 8;
   if constexpr (kKeep) {
 #pragma unroll
     for (int d = 0; d < WIDTH; d += 16) ldmatrix(q_part[d / 16], q_rows + d);
@@ -565,15 +584,15 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
     wait_for_groups<S::stages - 2>();
     __syncwarp();  // the other lanes' copies are here too, and all lanes are done with what the next fetch overwrites
     fetch(i + S::stages - 1);
-    const T *k_tile = ring + i % S::stages * 2 * S::tile, *v_tile = k_tile + S::tile;
+    const Bits *k_tile = ring + i % S::stages * 2 * S::tile, *v_tile = k_tile + S::tile;
     float scores[2][4] = {};
 #pragma unroll(kKeep ? WIDTH / 16 : 2)
     for (int d = 0; d < WIDTH; d += 16) {
       uint32_t columns[4], (&q_now)[4] = q_part[kKeep ? d / 16 : 0];
       if constexpr (!kKeep) ldmatrix(q_now, q_rows + d);
       ldmatrix(columns, k_tile + (matrix / 2 * 8 + matrix_row) * kStride + d + matrix % 2 * 8);
-      multiply(scores[0], q_now, columns[0], columns[1], T());
-      multiply(scores[1], q_now, columns[2], columns[3], T());
+      multiply<BRAIN>(scores[0], q_now, columns[0], columns[1]);
+      multiply<BRAIN>(scores[1], q_now, columns[2], columns[3]);
     }
     const int64_t first = tile * S::keys;
     const bool plain = a.mask == NULL && first >= hidden && first + S::keys <= a.Sk;
@@ -618,14 +637,14 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
 #pragma unroll
         for (int e = 0; e < 4; e++) sums[j][e] *= shrink[e / 2];
     }
-    const uint32_t weights[4] = {pack(scores[0][0], scores[0][1], T()), pack(scores[0][2], scores[0][3], T()),
-                                 pack(scores[1][0], scores[1][1], T()), pack(scores[1][2], scores[1][3], T())};
+    const uint32_t weights[4] = {pack<BRAIN>(scores[0][0], scores[0][1]), pack<BRAIN>(scores[0][2], scores[0][3]),
+                                 pack<BRAIN>(scores[1][0], scores[1][1]), pack<BRAIN>(scores[1][2], scores[1][3])};
 #pragma unroll
     for (int d = 0; d < WIDTH; d += 16) {
       uint32_t values[4];
       ldmatrix_transposed(values, v_tile + (matrix % 2 * 8 + matrix_row) * kStride + d + matrix / 2 * 8);
-      multiply(sums[d / 8], weights, values[0], values[1], T());
-      multiply(sums[d / 8 + 1], weights, values[2], values[3], T());
+      multiply<BRAIN>(sums[d / 8], weights, values[0], values[1]);
+      multiply<BRAIN>(sums[d / 8 + 1], weights, values[2], values[3]);
     }
   }
   wait_for_groups<0>();
@@ -697,10 +716,10 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
       total = rest[16 + row];
     }
     const float share = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
-    T *out = static_cast<T *>(a.out) + (batch * a.heads + p.head + row) * a.Dv;
+    Bits *out = static_cast<Bits *>(a.out) + (batch * a.heads + p.head + row) * a.Dv;
 #pragma unroll
     for (int e = 0; e < 4; e++)
-      if (column + e < a.Dv) out[column + e] = from_float<T>(y.v[e] * share);
+      if (column + e < a.Dv) out[column + e] = (Bits)pack<BRAIN>(y.v[e] * share, 0.0f);
   }
   if (splits > 1) cluster_sync();  // nobody leaves while another may still read its sums
 #else
@@ -754,6 +773,11 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "=r"(done)
                  : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
+}
+
+// A map on its way to the multiprocessor, before the first copy asks for it.
+__device__ __forceinline__ void fetch_map(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
 
 // All columns of a tile of rows from `row` on.
@@ -882,22 +906,22 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void *p, uint32_t next
 
 #define AK_WGMMA(WHERE, N)                   \
   if constexpr (SUMS == N / 2) {             \
-    if constexpr (std::is_same_v<T, __half>) \
-      AK_WGMMA_##WHERE##_##N("f16");         \
-    else                                     \
+    if constexpr (BRAIN)                     \
       AK_WGMMA_##WHERE##_##N("bf16");        \
+    else                                     \
+      AK_WGMMA_##WHERE##_##N("f16");         \
   }
 
 // d += a @ b for 64 rows, 2 * SUMS columns and a depth of 16, or d = a @ b without `add`: a and b in shared memory,
 // rows along the depth.
-template <typename T, int SUMS>
+template <bool BRAIN, int SUMS>
 __device__ __forceinline__ void multiply_shared(float (&d)[SUMS], uint64_t a, uint64_t b, uint32_t add) {
   AK_WGMMA(S, 64)
   AK_WGMMA(S, 128)
 }
 
 // The same with a in registers, and b's rows along the columns of the product.
-template <typename T, int SUMS>
+template <bool BRAIN, int SUMS>
 __device__ __forceinline__ void multiply_registers(float (&d)[SUMS], const uint32_t (&a)[4], uint64_t b, uint32_t add) {
   AK_WGMMA(R, 64)
   AK_WGMMA(R, 128)
@@ -943,15 +967,15 @@ __device__ __forceinline__ void soften(float (&scores)[SCORES], Running &r, floa
   }
 }
 
-template <typename T, int SCORES>
+template <bool BRAIN, int SCORES>
 __device__ __forceinline__ void pack_all(uint32_t (&weights)[SCORES / 8][4], const float (&scores)[SCORES]) {
 #pragma unroll
-  for (int i = 0; i < SCORES; i += 2) weights[i / 8][i / 2 % 4] = pack(scores[i], scores[i + 1], T());
+  for (int i = 0; i < SCORES; i += 2) weights[i / 8][i / 2 % 4] = pack<BRAIN>(scores[i], scores[i + 1]);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <typename T, int WIDTH, int GROUPS>
+template <bool BRAIN, int WIDTH, int GROUPS>
 __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROUPS>::blocks)
     attend_wide(const Attention a, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                 const __grid_constant__ CUtensorMap v_map) {
@@ -963,6 +987,11 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
   unsigned char *k_tiles = q_tile + S::q_bytes, *v_tiles = k_tiles + S::stages * S::tile_bytes;
   Barriers<S::stages> *barriers = reinterpret_cast<Barriers<S::stages> *>(v_tiles + S::stages * S::tile_bytes);
   const int group = threadIdx.x / 128;
+  if (threadIdx.x == 32) {
+    fetch_map(&q_map);
+    fetch_map(&k_map);
+    fetch_map(&v_map);
+  }
   if (threadIdx.x == 0) {
     barrier_init(&barriers->q_full, 1);
     for (int s = 0; s < S::stages; s++) {
@@ -974,9 +1003,9 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
   }
   __syncthreads();
-  const Problem p = problem_of(a, blockIdx.x / a.tiles);
+  const Problem p = problem_of(a, blockIdx.x / (uint32_t)a.tiles);
   // The last rows have the most keys under causality: they go first.
-  const int64_t top = (a.tiles - 1 - blockIdx.x % a.tiles) * S::rows;
+  const int64_t top = (a.tiles - 1 - blockIdx.x % (uint32_t)a.tiles) * S::rows;
   const int64_t bottom = top + S::rows < a.Sq ? top + S::rows - 1 : a.Sq - 1;
   const Range range = range_of(a, p, top, bottom, S::keys);
   const int count = range.begin < range.end ? (int)((range.end - range.begin + S::keys - 1) / S::keys) : 0;
@@ -985,7 +1014,8 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
   if (group == GROUPS) {
     if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 128 * GROUPS) {
-      const int head = (int)p.head, key_head = (int)(p.head / a.heads_per_key), batch = (int)p.batch;
+      const int head = (int)p.head, batch = (int)p.batch;
+      const int key_head = (int)((uint32_t)p.head / (uint32_t)a.heads_per_key);
       if (count > 0)
         copy_rows<S::parts, S::rows>(q_tile, &q_map, &barriers->q_full, (int)top, head, batch);
       for (int i = 0; i < count; i++) {
@@ -1016,15 +1046,15 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
       const uint64_t k = tile_descriptor(k_tiles + stage * S::tile_bytes, 16);
 #pragma unroll
       for (int d = 0; d < WIDTH / 16; d++)  // 16 elements on are 32 bytes of a row, 64 the next part
-        multiply_shared<T>(scores, q + ((d / 4 * S::rows * kRowBytes + d % 4 * 32) >> 4),
-                           k + ((d / 4 * S::keys * kRowBytes + d % 4 * 32) >> 4), d > 0);
+        multiply_shared<BRAIN>(scores, q + ((d / 4 * S::rows * kRowBytes + d % 4 * 32) >> 4),
+                               k + ((d / 4 * S::keys * kRowBytes + d % 4 * 32) >> 4), d > 0);
       group_end();
     };
     const auto multiply_values = [&](int i) {
       const uint64_t v = tile_descriptor(v_tiles + i % S::stages * S::tile_bytes, S::keys * kRowBytes);
 #pragma unroll
       for (int n = 0; n < S::keys / 16; n++)
-        multiply_registers<T>(sums, weights[n], v + (n * 16 * kRowBytes >> 4), 1);
+        multiply_registers<BRAIN>(sums, weights[n], v + (n * 16 * kRowBytes >> 4), 1);
       group_end();
     };
     const auto soften_tile = [&](int i) {
@@ -1052,7 +1082,7 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
       group_wait<0>();
       if (thread == 0) barrier_arrive(&barriers->k_empty[0]);
       soften_tile(0);
-      pack_all<T>(weights, scores);
+      pack_all<BRAIN>(weights, scores);
       for (int i = 1; i < count; i++) {
         const int stage = i % S::stages, before = (i - 1) % S::stages;
         barrier_wait(&barriers->k_full[stage], i / S::stages % 2);
@@ -1070,7 +1100,7 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
         if (thread == 0) barrier_arrive(&barriers->v_empty[before]);
 #pragma unroll
         for (int j = 0; j < WIDTH / 2; j++) sums[j] *= running.shrink[j / 2 % 2];
-        pack_all<T>(weights, scores);
+        pack_all<BRAIN>(weights, scores);
       }
       if (kTurns && group == 0) named_sync<256>(1);
       barrier_wait(&barriers->v_full[(count - 1) % S::stages], (count - 1) / S::stages % 2);
@@ -1088,7 +1118,7 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
       share[half] = total == 0.0f ? 0.0f : 1.0f / total;  // a query that sees no key gives 0
     }
     named_sync<128>(3 + group);  // all of the group's products with q are done: its rows' memory is free
-    T *out = static_cast<T *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + top + 16 * warp) * a.Dv;
+    Bits *out = static_cast<Bits *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + top + 16 * warp) * a.Dv;
     const int64_t rows_left = a.Sq - top - 16 * warp;
 #pragma unroll
     for (int part = 0; part < S::parts; part++) {
@@ -1100,21 +1130,20 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
         for (int half = 0; half < 2; half++) {
           const int at = part * 32 + 4 * j + 2 * half;
           unsigned char *to = mine + (lane / 4 + 8 * half) * kRowBytes + (j ^ lane / 4) * 16 + lane % 4 * 4;
-          *reinterpret_cast<uint32_t *>(to) = pack(sums[at] * share[half], sums[at + 1] * share[half], T());
+          *reinterpret_cast<uint32_t *>(to) = pack<BRAIN>(sums[at] * share[half], sums[at + 1] * share[half]);
         }
       __syncwarp();
 #pragma unroll
       for (int n = lane; n < 16 * 8; n += 32) {
         const int r = n / 8, chunk = n % 8, column = part * 64 + chunk * 8;
         if (r >= rows_left || column >= a.Dv) continue;
-        const Pack<T, 8> values = load<T, 8>(reinterpret_cast<const T *>(mine + r * kRowBytes + (chunk ^ r % 8) * 16));
-        T *y = out + r * a.Dv + column;
+        const Bits *values = reinterpret_cast<const Bits *>(mine + r * kRowBytes + (chunk ^ r % 8) * 16);
+        Bits *y = out + r * a.Dv + column;
         if (a.Dv % 8 == 0) {
-          store<T, 8>(y, values);
+          *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(values);
         } else {
-#pragma unroll
-          for (int e = 0; e < 8; e++)
-            if (column + e < a.Dv) y[e] = values.v[e];
+#pragma unroll 1
+          for (int e = 0; e < 8 && column + e < a.Dv; e++) y[e] = values[e];
         }
       }
     }
@@ -1159,14 +1188,14 @@ __global__ void __launch_bounds__(FloatShape<WIDTH>::threads, 1) attend_float(At
   extern __shared__ __align__(16) unsigned char memory[];
   float *q_tile = reinterpret_cast<float *>(memory), *kv_tile = q_tile + S::rows * kStride;
   float *weights = kv_tile + S::keys * kStride;
-  const Problem p = problem_of(a, blockIdx.x / a.tiles);
+  const Problem p = problem_of(a, blockIdx.x / (uint32_t)a.tiles);
   const int tx = threadIdx.x % 8, ty = threadIdx.x / 8;
   const float *q = rows_of<float>(a.q, a.q_strides, p, p.head, p.q_start);
-  const float *k = rows_of<float>(a.k, a.k_strides, p, p.head / a.heads_per_key, p.k_start);
-  const float *v = rows_of<float>(a.v, a.v_strides, p, p.head / a.heads_per_key, p.k_start);
+  const float *k = rows_of<float>(a.k, a.k_strides, p, (uint32_t)p.head / (uint32_t)a.heads_per_key, p.k_start);
+  const float *v = rows_of<float>(a.v, a.v_strides, p, (uint32_t)p.head / (uint32_t)a.heads_per_key, p.k_start);
   float *out = static_cast<float *>(a.out) + ((p.batch * a.heads + p.head) * a.Sq + p.q_start) * a.Dv;
 
-  for (int64_t tile = a.tiles - 1 - blockIdx.x % a.tiles; tile * S::rows < p.q_length; tile += a.tiles) {
+  for (int64_t tile = a.tiles - 1 - blockIdx.x % (uint32_t)a.tiles; tile * S::rows < p.q_length; tile += a.tiles) {
     const int64_t top = tile * S::rows;
     const int64_t bottom = top + S::rows < p.q_length ? top + S::rows - 1 : p.q_length - 1;
     const Range range = range_of(a, p, top, bottom, S::keys);
@@ -1179,7 +1208,7 @@ __global__ void __launch_bounds__(FloatShape<WIDTH>::threads, 1) attend_float(At
       load_rows_float<S::keys, WIDTH, S::threads>(kv_tile, k, a.k_strides.token, a.k_packs, first, p.k_length, a.D);
       __syncthreads();
       float scores[4][4] = {};
-#pragma unroll 4
+#pragma unroll 2
       for (int d = 0; d < a.D; d += 4) {  // zeros stand behind column D
         Pack<float, 4> x[4], y[4];
 #pragma unroll
@@ -1302,8 +1331,8 @@ using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void
 
 // The driver's function that writes tensor maps, or NULL.
 Encode encoder() {
-  static std::atomic<void *> kept{NULL};
-  void *found = kept.load(std::memory_order_relaxed);
+  static void *kept = NULL;
+  void *found = __atomic_load_n(&kept, __ATOMIC_RELAXED);
   if (found == NULL) {
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -1316,16 +1345,15 @@ Encode encoder() {
       cudaGetLastError();
       return NULL;
     }
-    kept.store(found, std::memory_order_relaxed);
+    __atomic_store_n(&kept, found, __ATOMIC_RELAXED);
   }
   return reinterpret_cast<Encode>(found);
 }
 
 // A tensor's map: boxes of 64 elements (128 bytes, swizzled) of so many tokens. Its rows are dense and aligned for
 // packs; false where it has none, as an expanded tensor.
-template <typename T>
-bool map_of(CUtensorMap *map, const void *data, const Strides &s, int64_t width, int64_t tokens, int64_t heads,
-            int64_t batch, int rows) {
+bool map_of(CUtensorMap *map, const void *data, bool brain, const Strides &s, int64_t width, int64_t tokens,
+            int64_t heads, int64_t batch, int rows) {
   const Encode encode = encoder();
   if (encode == NULL) return false;
   const int64_t row = (width + 7) / 8 * 8, counts[3] = {tokens, heads, batch}, given[3] = {s.token, s.head, s.batch};
@@ -1336,8 +1364,7 @@ bool map_of(CUtensorMap *map, const void *data, const Strides &s, int64_t width,
     strides[d] = (cuuint64_t)(counts[d] > 1 ? given[d] : row) * 2;
   }
   const cuuint32_t box[4] = {64, (cuuint32_t)rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMapDataType type = brain ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return encode(map, type, 4, const_cast<void *>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -1347,9 +1374,9 @@ bool map_of(CUtensorMap *map, const void *data, const Strides &s, int64_t width,
 template <auto KERNEL>
 bool runs_here(int bytes, bool wide_clusters, int device) {
   constexpr int kDevices = 64;
-  static std::atomic<signed char> kept[kDevices];
+  static signed char kept[kDevices];
   if (device < 0 || device >= kDevices) return false;
-  signed char known = kept[device].load(std::memory_order_relaxed);
+  signed char known = __atomic_load_n(&kept[device], __ATOMIC_RELAXED);
   if (known == 0) {
     cudaFuncAttributes attributes;
     bool able = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.sharedSizeBytes == 0 &&
@@ -1358,15 +1385,15 @@ bool runs_here(int bytes, bool wide_clusters, int device) {
       able = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
     if (!able) cudaGetLastError();
     known = able ? 1 : -1;
-    kept[device].store(known, std::memory_order_relaxed);
+    __atomic_store_n(&kept[device], known, __ATOMIC_RELAXED);
   }
   return known > 0;
 }
 
-template <typename T, int WIDTH>
+template <bool BRAIN, int WIDTH>
 int run_decode(const Attention &a, int major, int device, cudaStream_t stream) {
   using S = Decode<WIDTH>;
-  if (!runs_here<decode<T, WIDTH>>(S::bytes, true, device)) return kNotHere;
+  if (!runs_here<decode<BRAIN, WIDTH>>(S::bytes, true, device)) return kNotHere;
   const int64_t head_tiles = (a.heads_per_key + 15) / 16;
   const int64_t units = a.sequences * (a.heads / a.heads_per_key) * head_tiles;
   const int64_t seen = a.window > 0 && a.window < a.Sk ? a.window : a.Sk, most = major == 9 ? kMostSplits : 8;
@@ -1387,7 +1414,7 @@ int run_decode(const Attention &a, int major, int device, cudaStream_t stream) {
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    const cudaError_t code = cudaLaunchKernelEx(&config, decode<T, WIDTH>, a, splits, (int)head_tiles);
+    const cudaError_t code = cudaLaunchKernelEx(&config, decode<BRAIN, WIDTH>, a, splits, (int)head_tiles);
     if (code == cudaSuccess) return (int)cudaGetLastError();
     cudaGetLastError();
     // Sixteen blocks of a cluster are more than every device promises room for.
@@ -1395,46 +1422,49 @@ int run_decode(const Attention &a, int major, int device, cudaStream_t stream) {
   }
 }
 
-template <typename T, int WIDTH, int GROUPS>
+template <bool BRAIN, int WIDTH, int GROUPS>
 int run_wide(Attention &a, int64_t key_heads, int device, cudaStream_t stream) {
   using S = Wide<WIDTH, GROUPS>;
   CUtensorMap q_map, k_map, v_map;
-  if (!runs_here<attend_wide<T, WIDTH, GROUPS>>(S::bytes, false, device) ||
-      !map_of<T>(&q_map, a.q, a.q_strides, a.D, a.Sq, a.heads, a.sequences, S::rows) ||
-      !map_of<T>(&k_map, a.k, a.k_strides, a.D, a.Sk, key_heads, a.sequences, S::keys) ||
-      !map_of<T>(&v_map, a.v, a.v_strides, a.Dv, a.Sk, key_heads, a.sequences, S::keys))
+  if (!runs_here<attend_wide<BRAIN, WIDTH, GROUPS>>(S::bytes, false, device) ||
+      !map_of(&q_map, a.q, a.brain, a.q_strides, a.D, a.Sq, a.heads, a.sequences, S::rows) ||
+      !map_of(&k_map, a.k, a.brain, a.k_strides, a.D, a.Sk, key_heads, a.sequences, S::keys) ||
+      !map_of(&v_map, a.v, a.brain, a.v_strides, a.Dv, a.Sk, key_heads, a.sequences, S::keys))
     return kNotHere;
   a.tiles = (a.Sq + S::rows - 1) / S::rows;
   const int64_t blocks = a.tiles * a.heads * a.sequences;
   if (blocks > 0x7fffffff) return AK_UNSUPPORTED;
-  attend_wide<T, WIDTH, GROUPS><<<(unsigned)blocks, S::threads, S::bytes, stream>>>(a, q_map, k_map, v_map);
+  attend_wide<BRAIN, WIDTH, GROUPS><<<(unsigned)blocks, S::threads, S::bytes, stream>>>(a, q_map, k_map, v_map);
   return (int)cudaGetLastError();
 }
 
-template <typename T, int WIDTH>
-int run(Attention &a, int64_t longest, int64_t key_heads, const AkContext *ctx) {
+// Kernels that only new devices have, or kNotHere.
+template <bool BRAIN, int WIDTH>
+int run_here(Attention &a, int major, int64_t key_heads, const AkContext *ctx) {
   const cudaStream_t stream = (cudaStream_t)ctx->stream;
-  int major = 0, code = kNotHere;
+  if (a.Sq == 1) return run_decode<BRAIN, WIDTH>(a, major, ctx->device, stream);
+  if (!a.q_packs || a.mask != NULL || a.scale <= 0.0f || major != 9) return kNotHere;
+  int processors = 0;
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, ctx->device);
+  const int64_t blocks = (a.Sq + 127) / 128 * a.heads * a.sequences;
+  // Short sequences, or too few: smaller blocks.
+  if (WIDTH <= 128 && (a.Sk <= kShort || blocks < processors))
+    return run_wide<BRAIN, WIDTH <= 128 ? WIDTH : 128, 1>(a, key_heads, ctx->device, stream);
+  return run_wide<BRAIN, WIDTH, 2>(a, key_heads, ctx->device, stream);
+}
+
+template <int WIDTH>
+int run(Attention &a, int64_t longest, int64_t key_heads, const AkContext *ctx) {
+  int major = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->device);
   if (major >= 9 && a.cu_q == NULL && a.k_packs && a.v_packs && a.Sk > 0) {
-    if (a.Sq == 1)
-      code = run_decode<T, WIDTH>(a, major, ctx->device, stream);
-    else if (a.q_packs && a.mask == NULL && a.scale > 0.0f && major == 9)
-    {
-      int processors = 0;
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, ctx->device);
-      const int64_t blocks = (a.Sq + 127) / 128 * a.heads * a.sequences;
-      // Short sequences, or too few: smaller blocks.
-      if (WIDTH <= 128 && (a.Sk <= kShort || blocks < processors))
-        code = run_wide<T, WIDTH <= 128 ? WIDTH : 128, 1>(a, key_heads, ctx->device, stream);
-      else
-        code = run_wide<T, WIDTH, 2>(a, key_heads, ctx->device, stream);
-    }
+    const int code = a.brain ? run_here<true, WIDTH>(a, major, key_heads, ctx)
+                             : run_here<false, WIDTH>(a, major, key_heads, ctx);
     if (code != kNotHere) return code;
   }
   using S = Shape<WIDTH>;
   const int bytes = S::bytes + (a.mask != NULL ? S::mask_bytes : 0);
-  return launch(attend<T, WIDTH>, a, S::rows, S::threads, bytes, longest, stream);
+  return launch(attend<WIDTH>, a, S::rows, S::threads, bytes, longest, (cudaStream_t)ctx->stream);
 }
 
 template <int WIDTH>
@@ -1472,6 +1502,7 @@ extern "C" int flash_attention(const AkTensor *q, const AkTensor *k, const AkTen
   a.Sk = k->sizes[2];
   a.D = (int)D;
   a.Dv = (int)Dv;
+  a.brain = q->dtype == AK_BF16;
   a.scale = (float)scale;
   a.causal = causal != 0;
   a.window = window > 0 ? window : 0;
@@ -1508,13 +1539,10 @@ extern "C" int flash_attention(const AkTensor *q, const AkTensor *k, const AkTen
              : widest <= 128 ? run_float<128>(a, longest, stream)
                              : run_float<256>(a, longest, stream);
     case AK_F16:
-      return widest <= 64    ? run<__half, 64>(a, longest, k->sizes[1], ctx)
-             : widest <= 128 ? run<__half, 128>(a, longest, k->sizes[1], ctx)
-                             : run<__half, 256>(a, longest, k->sizes[1], ctx);
     case AK_BF16:
-      return widest <= 64    ? run<__nv_bfloat16, 64>(a, longest, k->sizes[1], ctx)
-             : widest <= 128 ? run<__nv_bfloat16, 128>(a, longest, k->sizes[1], ctx)
-                             : run<__nv_bfloat16, 256>(a, longest, k->sizes[1], ctx);
+      return widest <= 64    ? run<64>(a, longest, k->sizes[1], ctx)
+             : widest <= 128 ? run<128>(a, longest, k->sizes[1], ctx)
+                             : run<256>(a, longest, k->sizes[1], ctx);
     default: return AK_UNSUPPORTED;
   }
 }

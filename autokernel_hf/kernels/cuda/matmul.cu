@@ -11,12 +11,8 @@
 //
 // Sums are float32. b may be dense along N or along K (a linear layer's weight).
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <type_traits>
 
 #include "autokernel.h"
@@ -24,7 +20,7 @@
 constexpr int kTileM = 128;           // tune(block): 64, 128
 constexpr int kTileN = 128;           // tune(block): 64, 128
 constexpr int kStages = 3;            // tune(memory): 2, 3, 4
-constexpr int kGroup = 8;             // tune(memory): 1, 4, 8, 16
+constexpr uint32_t kGroup = 8;        // tune(memory): 1, 4, 8, 16
 constexpr int64_t kLargeFrom = 128;   // tune(launch): 32, 64, 128, 256
 constexpr int64_t kWideFrom = 96;     // tune(launch): 32, 64, 96, 128
 constexpr int64_t kThinBlocks = 128;  // tune(launch): 64, 128, 256
@@ -33,7 +29,9 @@ constexpr int64_t kDirectUpTo = 8;    // tune(algorithm): 0, 8, 16
 constexpr int kTileK = 32, kSmallStages = 3, kDirectWarps = 16;
 constexpr int64_t kDirectFrom = 32;     // blocks
 constexpr int kThinBytes = 104 * 1024;  // of tiles under way: two blocks beside each other
+constexpr int kMostBytes = 200 * 1024;  // the same: one block
 constexpr int kMostSplits = 8;          // blocks of a cluster, which all devices have room for
+constexpr int64_t kCountable = 1 << 30; // elements of a dimension, of which an int counts all and those past them
 constexpr int kNotHere = -100;          // a kernel for Hopper that this device, its driver or the build has not
 
 namespace {
@@ -44,23 +42,33 @@ struct Tile {
   static constexpr int m = M, n = N, k = K, warp_m = WARP_M, warp_n = WARP_N, stages = STAGES;
   static constexpr int warps_n = N / WARP_N, threads = M / WARP_M * warps_n * 32;
   static_assert(M % WARP_M == 0 && N % WARP_N == 0 && K % 16 == 0, "tiles are whole warps' parts and whole products");
-  static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && STAGES >= 2, "a warp takes 16 rows and 16 columns at a time");
+  static_assert(WARP_M % 16 == 0 && WARP_N == 32 && STAGES >= 2, "a warp takes 16 rows and 32 columns at a time");
 };
+// Elements as the kernels see them. Those of 16 bits are float16 or, if `brain`, bfloat16: one kernel for both, since
+// only the products and conversions tell them apart.
+using Bits = uint16_t;
+using Float8 = uint8_t;  // e4m3fn
+
 using Large = Tile<kTileM, kTileN, kTileK, 64, 32, kStages>;
 using Small = Tile<64, 64, 64, 32, 32, kSmallStages>;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+// The toolkit's headers for these dtypes take longer to compile than the kernels' use of them.
+__device__ __forceinline__ float to_float(uint32_t bits, bool brain) {
+  if (brain) return __uint_as_float(bits << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)bits));
+  return value;
+}
 
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+// Two neighbours in memory, the first in the low half.
+__device__ __forceinline__ uint32_t round_pair(float a, float b, bool brain) {
+  uint32_t pair;
+  if (brain)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
 
 template <typename T, int V>
 struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Pack {
@@ -81,122 +89,200 @@ __device__ __forceinline__ void store(T *p, const Pack<T, V> &pack) {
 
 enum Kind { kNone, kGelu, kGeluTanh, kGeluNew, kQuickGelu, kSilu, kRelu, kRelu2, kKinds };
 
-// QUICK: exact enough for outputs of 16 bits, and a third of the instructions.
+// x * sigmoid(u). QUICK: exact enough for outputs of 16 bits, and a third of the instructions.
 template <bool QUICK>
 __device__ __forceinline__ float times_sigmoid(float x, float u) {
   if constexpr (QUICK) {
-    float power;
+    float power, share;
     asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * u));
-    return __fdividef(x, 1.0f + power);
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
+    return x * share;
   } else {
     return x / (1.0f + expf(-u));
   }
 }
 
-template <int N, typename F>
-__device__ __forceinline__ void each(float (&x)[N], F f) {
-#pragma unroll
-  for (int i = 0; i < N; i++) x[i] = f(x[i]);
-}
-
-// 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its digits where 1 + tanh(u) cancels.
+// All but erf are one of two forms, so that few instructions are compiled and fetched: relu, and
+// x * sigmoid(x * (linear + cubic * x * x)), since 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its digits where
+// 1 + tanh(u) cancels.
 template <bool QUICK, int N>
 __device__ __forceinline__ void activate(float (&x)[N], int kind) {
-  switch (kind) {
-    case kGelu: each(x, [](float v) { return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f)); }); break;
-    case kGeluTanh:
-    case kGeluNew:
-      each(x, [](float v) { return times_sigmoid<QUICK>(v, v * (1.5957691216057308f + 0.07135481627f * v * v)); });
-      break;
-    case kQuickGelu: each(x, [](float v) { return times_sigmoid<QUICK>(v, 1.702f * v); }); break;
-    case kSilu: each(x, [](float v) { return times_sigmoid<QUICK>(v, v); }); break;
-    case kRelu: each(x, [](float v) { return v < 0.0f ? 0.0f : v; }); break;
-    case kRelu2: each(x, [](float v) { return v < 0.0f ? 0.0f : v * v; }); break;
-    default: break;
+  if (kind == kNone) return;
+  if (kind == kGelu) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
+  } else if (kind < kRelu) {
+    const float linear = kind == kSilu ? 1.0f : kind == kQuickGelu ? 1.702f : 1.5957691216057308f;
+    const float cubic = kind == kGeluTanh || kind == kGeluNew ? 0.07135481627f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      x[i] = times_sigmoid<QUICK>(x[i], x[i] * (linear + cubic * fminf(x[i] * x[i], 1e30f)));  // not 0 * infinity
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = x[i] < 0.0f ? 0.0f : kind == kRelu2 ? x[i] * x[i] : x[i];
   }
 }
 
 struct Epilogue {
+  bool brain;        // the outputs are bfloat16, not float16
   const void *bias;  // of the output's dtype or float32, or NULL
   int64_t bias_stride;
-  bool bias_is_float, bias_packs;  // eight neighbours are an aligned 16-byte pack (two of float32)
+  bool bias_is_float;
   const void *residual;  // of the output's dtype, or NULL
   int64_t residual_batch, residual_row, residual_column;
-  bool residual_packs;  // eight neighbours of a row are an aligned 16-byte pack (two of float32)
-  bool out_packs;
+  bool residual_packs, out_packs;  // eight neighbours of a row are an aligned 16-byte pack (two of float32)
   const float *scale_a, *scale_b;  // or NULL
   int kind;
 };
 
-template <typename T>
-__device__ __forceinline__ void load8(const T *p, float (&values)[8]) {
-  constexpr int V = 16 / (int)sizeof(T);
-#pragma unroll
-  for (int i = 0; i < 8; i += V) {
-    const Pack<T, V> pack = load<T, V>(p + i);
-#pragma unroll
-    for (int j = 0; j < V; j++) values[i + j] = to_float(pack.v[j]);
-  }
-}
-
-// Eight sums of a row (those before column N count) become outputs.
-template <typename O>
-__device__ __forceinline__ void emit(const float *sums, const Epilogue &e, float scale, O *out, int64_t batch,
-                                     int64_t row, int64_t column, int64_t M, int64_t N) {
-  const int count = N - column < 8 ? (int)(N - column) : 8;
-  float values[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) values[i] = sums[i] * scale;
-  if (e.bias != NULL && e.bias_packs && count == 8) {
-    float added[8];
-    if (e.bias_is_float)
-      load8(static_cast<const float *>(e.bias) + column, added);
-    else
-      load8(static_cast<const O *>(e.bias) + column, added);
-#pragma unroll
-    for (int i = 0; i < 8; i++) values[i] += added[i];
-  } else if (e.bias != NULL) {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      if (i >= count) continue;
-      const int64_t at = (column + i) * e.bias_stride;
-      values[i] += e.bias_is_float ? static_cast<const float *>(e.bias)[at]
-                                   : to_float(static_cast<const O *>(e.bias)[at]);
-    }
-  }
-  activate<sizeof(O) == 2>(values, e.kind);
-  if (e.residual != NULL) {
-    const O *residual = static_cast<const O *>(e.residual) + batch * e.residual_batch + row * e.residual_row;
-    if (e.residual_packs && count == 8) {
-      float added[8];
-      load8(residual + column, added);
-#pragma unroll
-      for (int i = 0; i < 8; i++) values[i] += added[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (i < count) values[i] += to_float(residual[(column + i) * e.residual_column]);
-    }
-  }
-  O *y = out + (batch * M + row) * N + column;
-  if (e.out_packs && count == 8) {
-    constexpr int V = 16 / (int)sizeof(O);
-#pragma unroll
-    for (int i = 0; i < 8; i += V) {
-      Pack<O, V> pack;
-#pragma unroll
-      for (int j = 0; j < V; j++) pack.v[j] = from_float<O>(values[i + j]);
-      store<O, V>(y + i, pack);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (i < count) y[i] = from_float<O>(values[i]);
-  }
-}
-
 __device__ __forceinline__ float scale_of(const Epilogue &e) {
   return (e.scale_a != NULL ? *e.scale_a : 1.0f) * (e.scale_b != NULL ? *e.scale_b : 1.0f);
+}
+
+__device__ __forceinline__ float bias_at(const Epilogue &e, int64_t column) {
+  const int64_t at = column * e.bias_stride;
+  return e.bias_is_float ? static_cast<const float *>(e.bias)[at]
+                         : to_float(static_cast<const Bits *>(e.bias)[at], e.brain);
+}
+
+// The residual that belongs to an output's row.
+template <typename O>
+__device__ __forceinline__ const O *residual_row(const Epilogue &e, int64_t batch, int64_t row) {
+  return static_cast<const O *>(e.residual) + batch * e.residual_batch + row * e.residual_row;
+}
+
+// What is added to a block's outputs, rows x columns of them, on its way to the L2 cache while the sums are made.
+__device__ __forceinline__ void fetch_ahead(const Epilogue &e, int64_t batch, int64_t row, int64_t column, int rows,
+                                            int columns, int64_t M, int64_t N, int thread, int threads) {
+  const auto ahead = [](const void *p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p) : "memory"); };
+  if (thread == 0 && e.scale_a != NULL) ahead(e.scale_a);
+  if (thread == 0 && e.scale_b != NULL) ahead(e.scale_b);
+  if (e.bias != NULL && thread < columns && column + thread < N)
+    ahead(static_cast<const char *>(e.bias) + (column + thread) * e.bias_stride * (e.bias_is_float ? 4 : 2));
+  if (e.residual == NULL || !e.residual_packs) return;
+  const int lines = (columns + 63) / 64;  // of 128 bytes
+  for (int i = thread; i < rows * lines; i += threads) {
+    const int64_t r = row + i / lines, c = column + i % lines * 64;
+    if (r < M && c < N) ahead(residual_row<Bits>(e, batch, r) + c);
+  }
+}
+
+// Where a warp's outputs lie, 16 rows of COLUMNS columns or what is left of them, and the residual to them.
+template <int COLUMNS>
+struct Outputs {
+  Bits *out;
+  int64_t stride;
+  const Bits *residual;
+  int rows, columns;
+
+  __device__ __forceinline__ Outputs(const Epilogue &e, Bits *all, int64_t batch, int64_t row, int64_t column,
+                                     int64_t M, int64_t N)
+      : out(all + (batch * M + row) * N + column),
+        stride(N),
+        residual(e.residual == NULL ? NULL : residual_row<Bits>(e, batch, row) + column * e.residual_column),
+        rows(M - row < 16 ? M - row > 0 ? (int)(M - row) : 0 : 16),
+        columns(N - column < COLUMNS ? N - column > 0 ? (int)(N - column) : 0 : COLUMNS) {}
+
+  __device__ __forceinline__ void step(const Epilogue &e) {
+    out += COLUMNS;
+    if (residual != NULL) residual += COLUMNS * e.residual_column;
+  }
+};
+
+// Sums as the tensor cores leave them in a lane become outputs: rows lane / 4 and eight on, columns 8j + lane % 4 * 2
+// and the next. They pass through shared memory, a patch of the warp's own with kPatchStride elements a row, so that
+// memory is read and written in packs. The bias to the columns lies in shared memory too.
+template <int COLUMNS>
+constexpr int kPatchStride = COLUMNS + 8;  // eight rows start in different banks
+template <int COLUMNS>
+constexpr int kPatchBytes = 16 * kPatchStride<COLUMNS> * 2;
+
+template <int COLUMNS>
+__device__ __forceinline__ void emit_patch(float (&v)[COLUMNS / 2], Bits *patch, const float *bias, const Epilogue &e,
+                                           float scale, const Outputs<COLUMNS> &to, int lane) {
+  constexpr int kStride = kPatchStride<COLUMNS>, kChunks = COLUMNS / 8;
+  Bits *own = patch + lane / 4 * kStride + lane % 4 * 2;
+  if (to.residual != NULL) {
+#pragma unroll
+    for (int i = 0; i < kChunks / 2; i++) {
+      const int r = (lane + 32 * i) / kChunks, c = lane % kChunks * 8;
+      const Bits *from = to.residual + r * e.residual_row + c * e.residual_column;
+      Bits *kept = patch + r * kStride + c;
+      if (r >= to.rows) continue;
+      if (e.residual_packs && c + 8 <= to.columns) {
+        *reinterpret_cast<uint4 *>(kept) = *reinterpret_cast<const uint4 *>(from);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 8 && c + j < to.columns; j++) kept[j] = from[j * e.residual_column];
+      }
+    }
+    __syncwarp();
+  }
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) v[i] *= scale;
+  if (bias != NULL) {
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j++) {
+      const Pack<float, 2> added = load<float, 2>(bias + 8 * j + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[4 * j + i] += added.v[i % 2];
+    }
+  }
+  activate<true>(v, e.kind);
+  if (to.residual != NULL) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i += 2) {
+      const uint32_t added = *reinterpret_cast<const uint32_t *>(own + i / 2 % 2 * 8 * kStride + i / 4 * 8);
+      v[i] += to_float(added & 0xFFFF, e.brain), v[i + 1] += to_float(added >> 16, e.brain);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i += 2)
+    *reinterpret_cast<uint32_t *>(own + i / 2 % 2 * 8 * kStride + i / 4 * 8) = round_pair(v[i], v[i + 1], e.brain);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kChunks / 2; i++) {
+    const int r = (lane + 32 * i) / kChunks, c = lane % kChunks * 8;
+    const Bits *kept = patch + r * kStride + c;
+    Bits *y = to.out + r * to.stride + c;
+    if (r >= to.rows) continue;
+    if (e.out_packs && c + 8 <= to.columns) {
+      *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(kept);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < 8 && c + j < to.columns; j++) y[j] = kept[j];
+    }
+  }
+  __syncwarp();
+}
+
+// V neighbouring sums of a row become outputs.
+template <int V>
+__device__ __forceinline__ void emit_few(float (&sums)[V], const Epilogue &e, float scale, Bits *out, int64_t batch,
+                                         int64_t row, int64_t column, int64_t M, int64_t N) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    sums[i] *= scale;
+    if (e.bias != NULL && column + i < N) sums[i] += bias_at(e, column + i);
+  }
+  activate<true>(sums, e.kind);
+  if (e.residual != NULL) {
+    const Bits *residual = residual_row<Bits>(e, batch, row);
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (column + i < N) sums[i] += to_float(residual[(column + i) * e.residual_column], e.brain);
+  }
+  Bits *y = out + (batch * M + row) * N + column;
+  Pack<uint32_t, V / 2> pairs;
+#pragma unroll
+  for (int i = 0; i < V; i += 2) pairs.v[i / 2] = round_pair(sums[i], sums[i + 1], e.brain);
+  if (e.out_packs) {
+    store<uint32_t, V / 2>(reinterpret_cast<uint32_t *>(y), pairs);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++)
+      if (column + i < N) y[i] = (Bits)(pairs.v[i / 2] >> i % 2 * 16);
+  }
 }
 
 // --- which block does which tile ---
@@ -206,10 +292,11 @@ struct Place {
 };
 
 // Consecutive blocks walk down kGroup tiles before they step right: they share columns of b in the L2 cache.
-__device__ __forceinline__ Place place_of(int64_t block, int64_t tiles_m, int64_t tiles_n, int m, int n) {
-  const int64_t tile = block % (tiles_m * tiles_n), group = tile / (kGroup * tiles_n), first = group * kGroup;
-  const int64_t high = tiles_m - first < kGroup ? tiles_m - first : kGroup, within = tile - first * tiles_n;
-  return {block / (tiles_m * tiles_n), (first + within % high) * m, within / high * n};
+__device__ __forceinline__ Place place_of(uint32_t block, uint32_t tiles_m, uint32_t tiles_n, int m, int n) {
+  const uint32_t tiles = tiles_m * tiles_n, batch = block / tiles, tile = block - batch * tiles;
+  const uint32_t group = tile / (kGroup * tiles_n), first = group * kGroup;
+  const uint32_t high = tiles_m - first < kGroup ? tiles_m - first : kGroup, within = tile - first * tiles_n;
+  return {batch, (int64_t)(first + within % high) * m, (int64_t)(within / high) * n};
 }
 
 // --- tensor cores ---
@@ -242,21 +329,37 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void
                : "r"((uint32_t)__cvta_generic_to_shared(p)));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+template <bool BRAIN>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (BRAIN)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                         __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// One kernel multiplies operands of either dtype of 16 bits, and a b that lies along K (NT) or along N: f is called
+// with what holds, as constants. float8 counts as float16 here.
+template <typename S, typename F>
+__device__ __forceinline__ void by_case(bool brain, bool nt, F f) {
+  if (sizeof(S) == 2 && brain) {
+    if (nt)
+      f(std::true_type(), std::true_type());
+    else
+      f(std::true_type(), std::false_type());
+  } else {
+    if (nt)
+      f(std::false_type(), std::true_type());
+    else
+      f(std::false_type(), std::false_type());
+  }
 }
 
 // A matrix in memory that is dense along its rows.
@@ -267,19 +370,35 @@ struct Dense {
   bool packs;             // eight neighbours of a row are one aligned access
 };
 
-// float8_e4m3fn reaches shared memory as float16.
-__device__ __forceinline__ __half widen(__nv_fp8_storage_t x) { return __half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)); }
-__device__ __forceinline__ __half widen(__half x) { return x; }
-__device__ __forceinline__ __nv_bfloat16 widen(__nv_bfloat16 x) { return x; }
+// Two float8 as two float16, which hold each of their values.
+__device__ __forceinline__ uint32_t widen_pair(uint32_t two) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t halves;
+  asm volatile("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)two));
+  return halves;
+#else
+  float v[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    // As a float16 of the same digits: its exponent counts from eight more.
+    const uint32_t x = two >> 8 * i & 0xFF;
+    const float low = to_float((x & 0x80) << 8 | (x & 0x7F) << 7, false);
+    v[i] = (x & 0x7F) == 0x7F ? __uint_as_float(0x7FC00000u) : 256.0f * low;
+  }
+  return round_pair(v[0], v[1], false);
+#endif
+}
+__device__ __forceinline__ Bits widen(Float8 x) { return (Bits)widen_pair(x); }
+__device__ __forceinline__ Bits widen(Bits x) { return x; }
 
 // ROWS x COLUMNS elements from (row, column) on into shared memory, zeros where the matrix ends. The rows there are
 // padded by 16 bytes, so that eight of them start in different banks.
-template <typename T, typename S, int ROWS, int COLUMNS, int THREADS>
-__device__ __forceinline__ void load_tile(T *tile, const Dense<S> &matrix, int64_t row, int64_t column, int64_t rows,
+template <typename S, int ROWS, int COLUMNS, int THREADS>
+__device__ __forceinline__ void load_tile(Bits *tile, const Dense<S> &matrix, int64_t row, int64_t column, int64_t rows,
                                           int64_t columns) {
   constexpr int kChunks = COLUMNS / 8;
   static_assert(ROWS * kChunks % THREADS == 0, "threads share the tile evenly");
-  if constexpr (std::is_same_v<S, T>) {
+  if constexpr (sizeof(S) == 2) {
     if (matrix.packs) {
 #pragma unroll
       for (int first = 0; first < ROWS * kChunks; first += THREADS) {
@@ -296,37 +415,35 @@ __device__ __forceinline__ void load_tile(T *tile, const Dense<S> &matrix, int64
   for (int i = threadIdx.x; i < ROWS * kChunks; i += THREADS) {
     const int64_t r = row + i / kChunks, c = column + i % kChunks * 8, left = r < rows ? columns - c : 0;
     const S *from = matrix.data + r * matrix.stride + c;
-    Pack<T, 8> pack;
-    if (!std::is_same_v<S, T> && matrix.packs && left >= 8) {
-      const Pack<S, 8> narrow = load<S, 8>(from);
-#pragma unroll
-      for (int j = 0; j < 8; j++) pack.v[j] = widen(narrow.v[j]);
+    Bits *to = tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8;
+    if (sizeof(S) == 1 && matrix.packs && left >= 8) {
+      const uint2 narrow = *reinterpret_cast<const uint2 *>(from);
+      *reinterpret_cast<uint4 *>(to) = make_uint4(widen_pair(narrow.x & 0xFFFF), widen_pair(narrow.x >> 16),
+                                                  widen_pair(narrow.y & 0xFFFF), widen_pair(narrow.y >> 16));
     } else {
-#pragma unroll
-      for (int j = 0; j < 8; j++) pack.v[j] = j < left ? widen(from[j]) : from_float<T>(0.0f);
+#pragma unroll 4
+      for (int j = 0; j < 8; j++) to[j] = j < left ? widen(from[j]) : (Bits)0;
     }
-    store<T, 8>(tile + i / kChunks * (COLUMNS + 8) + i % kChunks * 8, pack);
   }
 }
 
-template <typename C, bool NT>
+template <typename C>
 struct Shared {
-  static constexpr int a_stride = C::k + 8, b_stride = NT ? C::k + 8 : C::n + 8;
-  static constexpr int a_size = C::m * a_stride, b_size = (NT ? C::n : C::k) * b_stride;
-  static constexpr int stage_bytes = (a_size + b_size) * 2;
-  static constexpr int sums_stride = C::warp_n + 4, warp_sums = C::warp_m * sums_stride;
-  static constexpr int sums_bytes = C::threads / 32 * warp_sums * 4;
-  static constexpr int bytes = stage_bytes * C::stages > sums_bytes ? stage_bytes * C::stages : sums_bytes;
+  static constexpr int a_stride = C::k + 8, nt_stride = C::k + 8, nn_stride = C::n + 8;
+  static constexpr int a_size = C::m * a_stride, nt_size = C::n * nt_stride, nn_size = C::k * nn_stride;
+  static constexpr int stage_bytes = (a_size + (nt_size > nn_size ? nt_size : nn_size)) * 2;
+  static constexpr int bytes = stage_bytes * C::stages;
+  static_assert(C::n * 4 + C::threads / 32 * kPatchBytes<32> <= bytes, "bias and patches take the place of the tiles");
 };
 
-// a (M, K) dense along K; b dense along K if NT, as (N, K), else along N, as (K, N).
-template <typename S, typename T, typename O, typename C, bool NT>
+// a (M, K) dense along K; b dense along K if `nt`, as (N, K), else along N, as (K, N).
+template <typename S, typename C>
 __global__ void __launch_bounds__(C::threads)
-    matmul_tiles(Dense<S> a, Dense<S> b, Epilogue epilogue, O *__restrict__ out, int64_t M, int64_t N, int64_t K,
-                 int64_t tiles_m, int64_t tiles_n) {
-  using Layout = Shared<C, NT>;
+    matmul_tiles(Dense<S> a, Dense<S> b, Epilogue epilogue, Bits *__restrict__ out, int64_t M, int64_t N, int64_t K,
+                 int tiles_m, int tiles_n, bool nt) {
+  using Layout = Shared<C>;
   extern __shared__ __align__(16) unsigned char memory[];
-  T *tiles = reinterpret_cast<T *>(memory);
+  Bits *tiles = reinterpret_cast<Bits *>(memory);
   const Place place = place_of(blockIdx.x, tiles_m, tiles_n, C::m, C::n);
   a.data += place.batch * a.batch;
   b.data += place.batch * b.batch;
@@ -338,17 +455,18 @@ __global__ void __launch_bounds__(C::threads)
 
   const auto fetch = [&](int64_t step) {
     if (step < steps) {
-      T *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
+      Bits *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
       const int64_t k = step * C::k;
-      load_tile<T, S, C::m, C::k, C::threads>(a_tile, a, place.row, k, M, K);
-      if constexpr (NT)
-        load_tile<T, S, C::n, C::k, C::threads>(b_tile, b, place.column, k, N, K);
+      load_tile<S, C::m, C::k, C::threads>(a_tile, a, place.row, k, M, K);
+      if (nt)
+        load_tile<S, C::n, C::k, C::threads>(b_tile, b, place.column, k, N, K);
       else
-        load_tile<T, S, C::k, C::n, C::threads>(b_tile, b, k, place.column, K, N);
+        load_tile<S, C::k, C::n, C::threads>(b_tile, b, k, place.column, K, N);
     }
     end_group();  // an empty group too: the count of groups tells the step
   };
 
+  fetch_ahead(epilogue, place.batch, place.row, place.column, C::m, C::n, M, N, threadIdx.x, C::threads);
   float sums[C::warp_m / 16][C::warp_n / 8][4] = {};
 #pragma unroll 1
   for (int s = 0; s < C::stages - 1; s++) fetch(s);
@@ -356,76 +474,55 @@ __global__ void __launch_bounds__(C::threads)
     wait_for_groups<C::stages - 2>();
     __syncthreads();  // this step's tiles are here, and everyone is done with those that the next fetch overwrites
     fetch(step + C::stages - 1);
-    const T *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
+    const Bits *a_tile = tiles + step % C::stages * (Layout::stage_bytes / 2), *b_tile = a_tile + Layout::a_size;
+    by_case<S>(epilogue.brain, nt, [&](auto brain, auto by_k) {
 #pragma unroll
-    for (int k = 0; k < C::k; k += 16) {
-      uint32_t a_part[C::warp_m / 16][4], b_part[C::warp_n / 16][4];
+      for (int k = 0; k < C::k; k += 16) {
+        uint32_t a_part[C::warp_m / 16][4], b_part[C::warp_n / 16][4];
 #pragma unroll
-      for (int i = 0; i < C::warp_m / 16; i++)
-        ldmatrix(a_part[i], a_tile + (warp_row + 16 * i + matrix % 2 * 8 + matrix_row) * Layout::a_stride + k +
-                                matrix / 2 * 8);
+        for (int i = 0; i < C::warp_m / 16; i++)
+          ldmatrix(a_part[i], a_tile + (warp_row + 16 * i + matrix % 2 * 8 + matrix_row) * Layout::a_stride + k +
+                                  matrix / 2 * 8);
 #pragma unroll
-      for (int j = 0; j < C::warp_n / 16; j++) {
-        if constexpr (NT)
-          ldmatrix(b_part[j], b_tile + (warp_column + 16 * j + matrix / 2 * 8 + matrix_row) * Layout::b_stride + k +
-                                  matrix % 2 * 8);
-        else
-          ldmatrix_transposed(b_part[j], b_tile + (k + matrix % 2 * 8 + matrix_row) * Layout::b_stride + warp_column +
-                                             16 * j + matrix / 2 * 8);
+        for (int j = 0; j < C::warp_n / 16; j++) {
+          if constexpr (by_k.value)
+            ldmatrix(b_part[j], b_tile + (warp_column + 16 * j + matrix / 2 * 8 + matrix_row) * Layout::nt_stride + k +
+                                    matrix % 2 * 8);
+          else
+            ldmatrix_transposed(b_part[j], b_tile + (k + matrix % 2 * 8 + matrix_row) * Layout::nn_stride +
+                                               warp_column + 16 * j + matrix / 2 * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < C::warp_m / 16; i++)
+#pragma unroll
+          for (int j = 0; j < C::warp_n / 8; j++)
+            multiply<brain.value>(sums[i][j], a_part[i], b_part[j / 2][j % 2 * 2], b_part[j / 2][j % 2 * 2 + 1]);
       }
-#pragma unroll
-      for (int i = 0; i < C::warp_m / 16; i++)
-#pragma unroll
-        for (int j = 0; j < C::warp_n / 8; j++)
-          multiply(sums[i][j], a_part[i], b_part[j / 2][j % 2 * 2], b_part[j / 2][j % 2 * 2 + 1], T());
-    }
+    });
   }
   wait_for_groups<0>();
   __syncthreads();  // the tiles' memory is free
 
-  float *mine = reinterpret_cast<float *>(memory) + warp * Layout::warp_sums;
-#pragma unroll
-  for (int i = 0; i < C::warp_m / 16; i++)
-#pragma unroll
-    for (int j = 0; j < C::warp_n / 8; j++) {
-      float *at = mine + (16 * i + lane / 4) * Layout::sums_stride + 8 * j + lane % 4 * 2;
-      store<float, 2>(at, {sums[i][j][0], sums[i][j][1]});
-      store<float, 2>(at + 8 * Layout::sums_stride, {sums[i][j][2], sums[i][j][3]});
-    }
-  __syncwarp();
+  float *bias = reinterpret_cast<float *>(memory);
+  if (epilogue.bias != NULL) {
+    for (int i = threadIdx.x; i < C::n && place.column + i < N; i += C::threads)
+      bias[i] = bias_at(epilogue, place.column + i);
+    __syncthreads();
+  }
+  Bits *patch = reinterpret_cast<Bits *>(memory + C::n * 4 + warp * kPatchBytes<32>);
   const float scale = scale_of(epilogue);
-  constexpr int kChunks = C::warp_n / 8;
 #pragma unroll 1
-  for (int i = lane; i < C::warp_m * kChunks; i += 32) {
-    const int r = i / kChunks, c = i % kChunks * 8;
-    const int64_t row = place.row + warp_row + r, column = place.column + warp_column + c;
-    if (row < M && column < N)
-      emit<O>(mine + r * Layout::sums_stride + c, epilogue, scale, out, place.batch, row, column, M, N);
-  }
-}
-
-// Two sums of a row become outputs.
-template <typename O>
-__device__ __forceinline__ void emit_pair(float (&sums)[2], const Epilogue &e, float scale, O *out, int64_t batch,
-                                          int64_t row, int64_t column, int64_t M, int64_t N) {
-  const O *residual = static_cast<const O *>(e.residual) + batch * e.residual_batch + row * e.residual_row;
-  O *y = out + (batch * M + row) * N + column;
+  for (int part = 0; part < C::warp_m / 16; part++) {
+    float v[16];
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    sums[i] *= scale;
-    if (e.bias == NULL || column + i >= N) continue;
-    const int64_t at = (column + i) * e.bias_stride;
-    sums[i] += e.bias_is_float ? static_cast<const float *>(e.bias)[at] : to_float(static_cast<const O *>(e.bias)[at]);
-  }
-  activate<sizeof(O) == 2>(sums, e.kind);
+    for (int i = 0; i < C::warp_m / 16; i++)
+      if (i == part) {
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (e.residual != NULL && column + i < N) sums[i] += to_float(residual[(column + i) * e.residual_column]);
-  if (e.out_packs) {
-    store<O, 2>(y, {from_float<O>(sums[0]), from_float<O>(sums[1])});
-  } else {
-    y[0] = from_float<O>(sums[0]);
-    if (column + 1 < N) y[1] = from_float<O>(sums[1]);
+        for (int j = 0; j < 16; j++) v[j] = sums[i][j / 4][j % 4];
+      }
+    const Outputs<32> to(epilogue, out, place.batch, place.row + warp_row + 16 * part, place.column + warp_column, M,
+                         N);
+    emit_patch<32>(v, patch, epilogue.bias != NULL ? bias + warp_column : NULL, epilogue, scale, to, lane);
   }
 }
 
@@ -448,15 +545,8 @@ struct Spread {
   __device__ __forceinline__ explicit Spread(uint4 v) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-      if constexpr (sizeof(S) == 2) {
-        r[i] = words[i];
-      } else {
-        const __half2_raw pair =
-            __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(words[i / 2] >> (i % 2 * 16)), __NV_E4M3);
-        r[i] = (uint32_t)pair.x | (uint32_t)pair.y << 16;
-      }
-    }
+    for (int i = 0; i < count; i++)
+      r[i] = sizeof(S) == 2 ? words[i % 4] : widen_pair(words[i / 2 % 4] >> (i % 2 * 16) & 0xFFFF);
   }
 };
 
@@ -470,9 +560,9 @@ struct Direct {
 // The long side of the products are b's columns, the short one 8 * TILES rows of a. In which order a product takes its
 // part of K does not matter, as long as it is the same for both operands: so each lane loads 16 bytes of neighbours. b
 // is dense along K if NT, else along N; both are aligned for packs, and K, without NT N too, is a multiple of one.
-template <typename S, typename T, typename O, int TILES, bool NT>
+template <typename S, bool BRAIN, int TILES, bool NT>
 __global__ void __launch_bounds__(Direct<NT>::threads, (NT && TILES == 1 ? 1024 : 512) / Direct<NT>::threads)
-    matmul_direct(Dense<S> a, Dense<S> b, Epilogue epilogue, O *__restrict__ out, int64_t M, int64_t N, int K,
+    matmul_direct(Dense<S> a, Dense<S> b, Epilogue epilogue, Bits *__restrict__ out, int64_t M, int64_t N, int K,
                   int64_t tiles_n) {
   using C = Direct<NT>;
   constexpr int kParts = NT ? 1 : 4;  // products side by side along the columns
@@ -513,7 +603,7 @@ __global__ void __launch_bounds__(Direct<NT>::threads, (NT && TILES == 1 ? 1024 
 #pragma unroll
             for (int i = 0; i < Spread<S>::count; i += 2) {
               const uint32_t x[4] = {x0.r[i], x1.r[i], x0.r[i + 1], x1.r[i + 1]};
-              multiply(sums[0][j], x, y.r[i], y.r[i + 1], T());
+              multiply<BRAIN>(sums[0][j], x, y.r[i], y.r[i + 1]);
             }
           }
         }
@@ -547,7 +637,7 @@ __global__ void __launch_bounds__(Direct<NT>::threads, (NT && TILES == 1 ? 1024 
                                  __byte_perm(rows[2].r[i], rows[3].r[i], 0x5410),
                                  __byte_perm(rows[2].r[i], rows[3].r[i], 0x7632)};
 #pragma unroll
-          for (int j = 0; j < TILES; j++) multiply(sums[i][j], x, y[j].x, y[j].y, T());
+          for (int j = 0; j < TILES; j++) multiply<BRAIN>(sums[i][j], x, y[j].x, y[j].y);
         }
       }
     }
@@ -575,7 +665,7 @@ __global__ void __launch_bounds__(Direct<NT>::threads, (NT && TILES == 1 ? 1024 
       const Pack<float, 2> v = load<float, 2>(partial + (w * TILES * 8 + token) * C::sums_stride + at);
       total[0] += v.v[0], total[1] += v.v[1];
     }
-    emit_pair<O>(total, epilogue, scale, out, batch, token, column + at, M, N);
+    emit_few<2>(total, epilogue, scale, out, batch, token, column + at, M, N);
   }
 }
 
@@ -630,6 +720,10 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
+__device__ __forceinline__ void fetch_map(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
+}
+
 // One box of a tensor of three dimensions, the innermost first.
 __device__ __forceinline__ void copy_box(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int y, int z) {
   asm volatile(
@@ -656,9 +750,15 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// All blocks of the cluster get here before one goes on; what they have written is seen after it.
+// All blocks of the cluster get here before one goes on; what they have written is seen after it. One warp's release,
+// a wait for memory as far as the L2 cache, covers what all have written before they met.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" : : : "memory");
+  __syncthreads();
+  if (threadIdx.x < 32)
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+  else
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
 // The same where nothing was written for others.
@@ -666,14 +766,25 @@ __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" : : : "memory");
 }
 
-// Two floats of another block of the cluster, from where they lie in this one.
-__device__ __forceinline__ float2 load_from(const float *p, uint32_t block) {
-  float2 v;
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0, %1}, [there];}"
-               : "=f"(v.x), "=f"(v.y)
-               : "r"(shared_address(p)), "r"(block)
-               : "memory");
-  return v;
+// The sum over the first `blocks` of the cluster's blocks, in their order, of four floats each: from where they lie in
+// this block. All are under way at once.
+__device__ __forceinline__ void sum_of_blocks(float (&sum)[4], const float *p, uint32_t blocks) {
+  float v[kMostSplits][4];
+#pragma unroll
+  for (uint32_t block = 0; block < kMostSplits; block++)
+    asm volatile(
+        "{.reg .pred there_is; .reg .b32 there; setp.lt.u32 there_is, %5, %6; mov.f32 %0, 0f00000000; "
+        "mov.f32 %1, 0f00000000; mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000; "
+        "@there_is mapa.shared::cluster.u32 there, %4, %5; "
+        "@there_is ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+        : "=&f"(v[block][0]), "=&f"(v[block][1]), "=&f"(v[block][2]), "=&f"(v[block][3])
+        : "r"(shared_address(p)), "r"(block), "r"(blocks));
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    sum[i] = v[0][i];
+#pragma unroll
+    for (int block = 1; block < kMostSplits; block++) sum[i] += v[block][i];
+  }
 }
 
 __device__ __forceinline__ void group_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
@@ -780,7 +891,7 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void *p, uint32_t next
 
 // d += a @ b for 64 rows, N = 2 * SUMS columns and a depth of 32 bytes, or d = a @ b without `add`. Both operands lie
 // in shared memory, with rows along K or, one of 16 bits, along M or N.
-template <typename S, bool A_BY_K, bool B_BY_K, int SUMS>
+template <typename S, bool BRAIN, bool A_BY_K, bool B_BY_K, int SUMS>
 __device__ __forceinline__ void multiply_group(float (&d)[SUMS], uint64_t a, uint64_t b, uint32_t add) {
 #define AK_WGMMA_OF_16_BITS(N, TYPES)          \
   if constexpr (A_BY_K && B_BY_K)              \
@@ -791,10 +902,10 @@ __device__ __forceinline__ void multiply_group(float (&d)[SUMS], uint64_t a, uin
     AK_WGMMA_##N("k16.f32" TYPES, ", 1, 0");
 #define AK_WGMMA(N)                                \
   if constexpr (SUMS == N / 2) {                   \
-    if constexpr (std::is_same_v<S, __half>) {     \
-      AK_WGMMA_OF_16_BITS(N, ".f16.f16")           \
-    } else if constexpr (sizeof(S) == 2) {         \
+    if constexpr (sizeof(S) == 2 && BRAIN) {       \
       AK_WGMMA_OF_16_BITS(N, ".bf16.bf16")         \
+    } else if constexpr (sizeof(S) == 2) {         \
+      AK_WGMMA_OF_16_BITS(N, ".f16.f16")           \
     } else {                                       \
       AK_WGMMA_##N("k32.f32.e4m3.e4m3", "");       \
     }                                              \
@@ -811,7 +922,7 @@ __device__ __forceinline__ void multiply_group(float (&d)[SUMS], uint64_t a, uin
 }
 
 // The products of rows of 128 bytes along K.
-template <typename S, bool A_BY_K, bool B_BY_K, int SUMS>
+template <typename S, bool BRAIN, bool A_BY_K, bool B_BY_K, int SUMS>
 __device__ __forceinline__ void multiply_rows(float (&d)[SUMS], const void *a, const void *b, bool add) {
   // The next 64 elements along M or N follow after 64 rows.
   const uint64_t a_tile = tile_descriptor(a, 64 * kRowBytes), b_tile = tile_descriptor(b, 64 * kRowBytes);
@@ -819,7 +930,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[SUMS], const void *a, c
   constexpr uint64_t a_step = (A_BY_K ? 32 : 16 * kRowBytes) >> 4, b_step = (B_BY_K ? 32 : 16 * kRowBytes) >> 4;
 #pragma unroll
   for (int k = 0; k < kRowBytes / 32; k++)
-    multiply_group<S, A_BY_K, B_BY_K>(d, a_tile + k * a_step, b_tile + k * b_step, add || k > 0);
+    multiply_group<S, BRAIN, A_BY_K, B_BY_K>(d, a_tile + k * a_step, b_tile + k * b_step, add || k > 0);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -830,68 +941,37 @@ __device__ __forceinline__ void not_for_this_architecture() {
   *static_cast<volatile uint32_t *>(mark) = 0;
 }
 
-// A warp's 16 rows of sums as wgmma leaves them, COLUMNS wide, become outputs. They pass through `mine` (16 rows of
-// kWarpStride floats), so that memory is read and written by whole rows. Where nothing is added, 64 columns at a time,
-// already rounded; else 32 in float32.
-constexpr int kWarpStride = 40;
-
-template <typename T, int COLUMNS>
-__device__ __forceinline__ void emit_warp(const float (&sums)[COLUMNS / 2], float *mine, const Epilogue &e, float scale,
-                                          T *out, int64_t batch, int64_t row, int64_t column, int64_t M, int64_t N,
-                                          int lane) {
-  if (e.kind != kNone || e.bias != NULL || e.residual != NULL || !e.out_packs) {
-#pragma unroll 1
-    for (int first = 0; first < COLUMNS && column + first < N; first += 32) {
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c += 32)
-        if (c == first) {
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              const int at = c / 2 + 4 * j + 2 * half;
-              store<float, 2>(mine + (lane / 4 + 8 * half) * kWarpStride + 8 * j + lane % 4 * 2,
-                              {sums[at], sums[at + 1]});
-            }
-        }
-      __syncwarp();
-#pragma unroll
-      for (int i = lane; i < 16 * 4; i += 32) {
-        const int64_t r = row + i / 4, c = column + first + i % 4 * 8;
-        if (r < M && c < N) emit<T>(mine + i / 4 * kWarpStride + i % 4 * 8, e, scale, out, batch, r, c, M, N);
-      }
-      __syncwarp();
-    }
-    return;
-  }
-  constexpr int kStride = 64 + 8;
-  T *rounded = reinterpret_cast<T *>(mine), *y = out + (batch * M + row) * N + column;
+// emit_patch for all of a warp's columns, `left` of them there, where nothing is added and outputs are aligned packs.
+template <int COLUMNS>
+__device__ __forceinline__ void emit_plain(const float (&sums)[COLUMNS / 2], Bits *patch, bool brain, float scale,
+                                           const Outputs<64> &to, int left, int lane) {
+  constexpr int kStride = kPatchStride<64>;
+  Bits *own = patch + lane / 4 * kStride + lane % 4 * 2;
 #pragma unroll
   for (int first = 0; first < COLUMNS; first += 64) {
-    if (column + first >= N) continue;
+    if (first >= left) continue;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int at = first / 2 + 4 * j + 2 * half;
-        store<T, 2>(rounded + (lane / 4 + 8 * half) * kStride + 8 * j + lane % 4 * 2,
-                    {from_float<T>(sums[at] * scale), from_float<T>(sums[at + 1] * scale)});
-      }
+    for (int i = 0; i < 32; i += 2)
+      *reinterpret_cast<uint32_t *>(own + i / 2 % 2 * 8 * kStride + i / 4 * 8) =
+          round_pair(sums[first / 2 + i] * scale, sums[first / 2 + i + 1] * scale, brain);
     __syncwarp();
 #pragma unroll
-    for (int i = lane; i < 16 * 8; i += 32) {
-      const int r = i / 8, c = first + i % 8 * 8;
-      if (row + r < M && column + c < N) store<T, 8>(y + r * N + c, load<T, 8>(rounded + r * kStride + i % 8 * 8));
+    for (int i = 0; i < 4; i++) {
+      const int r = lane / 8 + 4 * i, c = lane % 8 * 8;
+      if (r < to.rows && first + c < left)
+        *reinterpret_cast<uint4 *>(to.out + r * to.stride + first + c) =
+            *reinterpret_cast<const uint4 *>(patch + r * kStride + c);
     }
     __syncwarp();
   }
 }
 
-// Dimensions of the work of a kernel for Hopper.
+// Dimensions of the work of a kernel for Hopper, which multiplies b by its columns (NT) or by its rows.
 struct Extent {
-  int64_t M, N, K, tiles_m, tiles_n, tiles;
+  int M, N, tiles_m, tiles_n, tiles;
   int steps;                    // of a stage along K
   bool a_batched, b_batched;    // or the same for all of the batch
+  bool nt;
 };
 
 // Two blocks of a cluster hold tiles below each other and share b's columns: each copies half of them for both. A block
@@ -902,22 +982,27 @@ struct Wide {
   static constexpr int m = 128, n = COLUMNS, cluster = 2, threads = 384;
   static constexpr int a_bytes = m * kRowBytes, b_bytes = n * kRowBytes, stage_bytes = a_bytes + b_bytes;
   static constexpr int stages = n == 256 ? 4 : 6;
-  static constexpr int out_bytes = 8 * 16 * kWarpStride * 4;
-  static constexpr int bytes = 1024 + stages * stage_bytes + out_bytes + (int)sizeof(Ring<stages>);
+  static constexpr int out_bytes = 8 * kPatchBytes<64>, bias_bytes = 2 * n * 4;
+  static constexpr int bytes = 1024 + stages * stage_bytes + out_bytes + bias_bytes + (int)sizeof(Ring<stages>);
 };
 
-template <typename S, typename O, int COLUMNS, bool NT>
+template <typename S, int COLUMNS>
 __global__ void __launch_bounds__(384, 1)
     matmul_wide(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                const Epilogue epilogue, O *__restrict__ out, const Extent extent) {
+                const Epilogue epilogue, Bits *__restrict__ out, const Extent extent) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using C = Wide<COLUMNS>;
   extern __shared__ unsigned char memory[];
   unsigned char *tiles = memory + (1024 - shared_address(memory) % 1024) % 1024;
-  float *staged = reinterpret_cast<float *>(tiles + C::stages * C::stage_bytes);
-  Ring<C::stages> *ring = reinterpret_cast<Ring<C::stages> *>(tiles + C::stages * C::stage_bytes + C::out_bytes);
+  unsigned char *patches = tiles + C::stages * C::stage_bytes;
+  float *biases = reinterpret_cast<float *>(patches + C::out_bytes);
+  Ring<C::stages> *ring = reinterpret_cast<Ring<C::stages> *>(patches + C::out_bytes + C::bias_bytes);
   const int group = threadIdx.x / 128;
   const uint32_t rank = cluster_rank();
+  if (threadIdx.x == 32) {
+    fetch_map(&a_map);
+    fetch_map(&b_map);
+  }
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::stages; s++) {
       barrier_init(&ring->full[s], 1);
@@ -933,11 +1018,11 @@ __global__ void __launch_bounds__(384, 1)
   const auto next = [&] {
     if (++stage == C::stages) stage = 0, phase ^= 1;
   };
-  const int64_t clusters = gridDim.x / C::cluster, pairs_m = (extent.tiles_m + 1) / 2;
+  const int clusters = gridDim.x / C::cluster, pairs_m = (extent.tiles_m + 1) / 2;
   if (group == 2) {
     fewer_registers<40>();
     if (threadIdx.x == 256) {
-      for (int64_t tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
+      for (int tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
         const Place place = place_of(tile, pairs_m, extent.tiles_n, 2 * C::m, C::n);
         const int row = (int)place.row + (int)rank * C::m, column = (int)place.column;
         const int a_batch = extent.a_batched ? (int)place.batch : 0, b_batch = extent.b_batched ? (int)place.batch : 0;
@@ -947,7 +1032,7 @@ __global__ void __launch_bounds__(384, 1)
           barrier_wait(&ring->empty[stage], phase ^ 1);
           barrier_expect(&ring->full[stage], C::stage_bytes);
           copy_box(a, &a_map, &ring->full[stage], k, row, a_batch);
-          if constexpr (NT) {
+          if (sizeof(S) == 1 || extent.nt) {
             copy_box(b + rank * (C::b_bytes / 2), &b_map, &ring->full[stage], k, column + (int)rank * (C::n / 2),
                      b_batch, 3);
           } else {
@@ -964,46 +1049,90 @@ __global__ void __launch_bounds__(384, 1)
   } else {
     more_registers<232>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *mine = staged + warp * 16 * kWarpStride;
+    Bits *patch = reinterpret_cast<Bits *>(patches + warp * kPatchBytes<64>);
+    float *bias = epilogue.bias != NULL ? biases : NULL;
+    const bool plain = epilogue.kind == kNone && bias == NULL && epilogue.residual == NULL && epilogue.out_packs;
     const float scale = scale_of(epilogue);
-    for (int64_t tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
+    for (int tile = blockIdx.x / C::cluster; tile < extent.tiles; tile += clusters) {
       const Place place = place_of(tile, pairs_m, extent.tiles_n, 2 * C::m, C::n);
+      const int64_t row = place.row + (int64_t)rank * C::m;
+      fetch_ahead(epilogue, place.batch, row, place.column, C::m, C::n, extent.M, extent.N, threadIdx.x, 256);
       float sums[C::n / 2];
       if constexpr (sizeof(S) == 1) {
-        // The tensor cores keep float8 sums in about 14 bits: they leave them after each step.
+        // The tensor cores keep float8 sums in about 14 bits: they leave them after each step, 128 columns at a time,
+        // for which there are registers; the other group's products fill the gap.
 #pragma unroll
         for (int i = 0; i < C::n / 2; i++) sums[i] = 0.0f;
         for (int step = 0; step < extent.steps; step++) {
           const unsigned char *a = tiles + stage * C::stage_bytes, *b = a + C::a_bytes;
-          float some[C::n / 2];
           barrier_wait(&ring->full[stage], phase);
-          group_begin();
-          multiply_rows<S, true, NT>(some, a + group * 64 * kRowBytes, b, false);
-          group_end();
-          group_wait<0>();
-          if (threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[stage], threadIdx.x % 128);
-          next();
 #pragma unroll
-          for (int i = 0; i < C::n / 2; i++) sums[i] += some[i];
+          for (int first = 0; first < C::n; first += 128) {
+            float some[64];
+            group_begin();
+            multiply_rows<S, false, true, true>(some, a + group * 64 * kRowBytes, b + first * kRowBytes, false);
+            group_end();
+            group_wait<0>();
+            if (first + 128 == C::n && threadIdx.x % 128 < C::cluster)
+              barrier_arrive(&ring->empty[stage], threadIdx.x % 128);
+#pragma unroll
+            for (int i = 0; i < 64; i++) sums[first / 2 + i] += some[i];
+          }
+          next();
         }
       } else {
-        int last = 0;
-        for (int step = 0; step < extent.steps; step++) {
-          const unsigned char *a = tiles + stage * C::stage_bytes, *b = a + C::a_bytes;
-          barrier_wait(&ring->full[stage], phase);
-          group_begin();
-          multiply_rows<S, true, NT>(sums, a + group * 64 * kRowBytes, b, step > 0);
-          group_end();
-          group_wait<1>();  // the products of the step before are done: its tiles may be overwritten
-          if (step > 0 && threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
-          last = stage;
-          next();
-        }
-        group_wait<0>();
-        if (threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
+        by_case<S>(epilogue.brain, extent.nt, [&](auto brain, auto by_k) {
+          int last = 0;
+          for (int step = 0; step < extent.steps; step++) {
+            const unsigned char *a = tiles + stage * C::stage_bytes, *b = a + C::a_bytes;
+            barrier_wait(&ring->full[stage], phase);
+            group_begin();
+            multiply_rows<S, brain.value, true, by_k.value>(sums, a + group * 64 * kRowBytes, b, step > 0);
+            group_end();
+            group_wait<1>();  // the products of the step before are done: its tiles may be overwritten
+            if (step > 0 && threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
+            last = stage;
+            next();
+          }
+          group_wait<0>();
+          if (threadIdx.x % 128 < C::cluster) barrier_arrive(&ring->empty[last], threadIdx.x % 128);
+        });
       }
-      emit_warp<O, C::n>(sums, mine, epilogue, scale, out, place.batch,
-                         place.row + (int64_t)rank * C::m + 16 * warp, place.column, extent.M, extent.N, lane);
+      if (bias != NULL) {
+        // The other half of the room is still read by warps that are behind.
+        bias = biases + (bias == biases ? C::n : 0);
+        const int i = threadIdx.x;
+        if (i < C::n) bias[i] = place.column + i < extent.N ? bias_at(epilogue, place.column + i) : 0.0f;
+        asm volatile("bar.sync 1, 256;" : : : "memory");
+      }
+      Outputs<64> to(epilogue, out, place.batch, row + 16 * warp, place.column, extent.M, extent.N);
+      if (plain) {
+        emit_plain<C::n>(sums, patch, epilogue.brain, scale, to, extent.N - (int)place.column, lane);
+        continue;
+      }
+#pragma unroll 1
+      for (int first = 0; first < C::n; first += 64) {
+        const int left = extent.N - (int)place.column - first;
+        if (left <= 0) break;
+        to.columns = left < 64 ? left : 64;
+        float v[32];
+        // Registers have no index. A jump to one of four places, where 32 are moved, is quicker than a choice for all.
+        const auto take = [&](auto part) {
+          asm volatile("");
+          if constexpr (64 * part.value < C::n) {
+#pragma unroll
+            for (int i = 0; i < 32; i++) v[i] = sums[32 * part.value + i];
+          }
+        };
+        switch (first / 64) {
+          case 0: take(std::integral_constant<int, 0>()); break;
+          case 1: take(std::integral_constant<int, 1>()); break;
+          case 2: take(std::integral_constant<int, 2>()); break;
+          default: take(std::integral_constant<int, 3>()); break;
+        }
+        emit_patch<64>(v, patch, bias != NULL ? bias + first : NULL, epilogue, scale, to, lane);
+        to.step(epilogue);
+      }
     }
   }
   cluster_meet();  // nobody leaves while another may still arrive at its barriers
@@ -1021,17 +1150,16 @@ struct Thin {
   static constexpr int threads = 128 * groups + 32, parts = TOKENS <= 64 ? 2 : 1;  // of 64 along K in a stage
   static constexpr int w_bytes = rows * kRowBytes, a_bytes = TOKENS * kRowBytes, part_bytes = w_bytes + a_bytes;
   static constexpr int stage_bytes = parts * part_bytes;
-  static constexpr int budget = groups == 1 ? kThinBytes : 200 * 1024;
-  static constexpr int stages = budget / stage_bytes;
+  static constexpr int stages = (TOKENS <= 32 ? kThinBytes : kMostBytes) / stage_bytes;
   static constexpr int sums_stride = rows + 4, sums_bytes = TOKENS * sums_stride * 4;
   static constexpr int bytes = 1024 + stages * stage_bytes + (int)sizeof(Ring<stages>);
   static_assert(sums_bytes <= stages * stage_bytes, "the sums take the place of the tiles");
 };
 
-template <typename S, typename O, int TOKENS, bool NT>
-__global__ void __launch_bounds__(Thin<TOKENS>::threads)
+template <typename S, int TOKENS>
+__global__ void __launch_bounds__(Thin<TOKENS>::threads, TOKENS <= 32 ? 2 : 1)
     matmul_thin(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                const Epilogue epilogue, O *__restrict__ out, const Extent extent, const int splits) {
+                const Epilogue epilogue, Bits *__restrict__ out, const Extent extent, const int splits) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using C = Thin<TOKENS>;
   extern __shared__ unsigned char memory[];
@@ -1039,6 +1167,10 @@ __global__ void __launch_bounds__(Thin<TOKENS>::threads)
   Ring<C::stages> *ring = reinterpret_cast<Ring<C::stages> *>(tiles + C::stages * C::stage_bytes);
   const uint32_t rank = cluster_rank();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+  if (threadIdx.x == 32) {
+    fetch_map(&a_map);
+    fetch_map(&b_map);
+  }
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::stages; s++) {
       barrier_init(&ring->full[s], 1);
@@ -1048,10 +1180,10 @@ __global__ void __launch_bounds__(Thin<TOKENS>::threads)
   }
   __syncthreads();
 
-  const int64_t tile = blockIdx.x / splits, within = tile % (extent.tiles_m * extent.tiles_n);
+  const int tile = (int)blockIdx.x / splits, within = tile % (extent.tiles_m * extent.tiles_n);
   const int64_t batch = tile / (extent.tiles_m * extent.tiles_n);
   // Blocks with the same columns follow each other: the weight is read from memory once.
-  const int64_t row = within % extent.tiles_m * TOKENS, column = within / extent.tiles_m * C::rows;
+  const int row = within % extent.tiles_m * TOKENS, column = within / extent.tiles_m * C::rows;
   const int each = (extent.steps + splits - 1) / splits, begin = (int)rank * each;
   const int end = begin + each < extent.steps ? begin + each : extent.steps;
   int stage = 0;
@@ -1062,6 +1194,7 @@ __global__ void __launch_bounds__(Thin<TOKENS>::threads)
   float sums[TOKENS / 2];
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0.0f;
+  fetch_ahead(epilogue, batch, row, column, TOKENS, C::rows, extent.M, extent.N, threadIdx.x, C::threads);
   if (group == C::groups) {
     if (lane == 0) {
       const int a_batch = extent.a_batched ? (int)batch : 0, b_batch = extent.b_batched ? (int)batch : 0;
@@ -1072,50 +1205,52 @@ __global__ void __launch_bounds__(Thin<TOKENS>::threads)
         for (int part = 0; part < C::parts; part++) {
           unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes, *a = w + C::w_bytes;
           const int k = (step * C::parts + part) * kDepth<S>;
-          if constexpr (NT) {
-            copy_box(w, &b_map, &ring->full[stage], k, (int)column, b_batch);
+          if (sizeof(S) == 1 || extent.nt) {
+            copy_box(w, &b_map, &ring->full[stage], k, column, b_batch);
           } else {
 #pragma unroll
             for (int i = 0; i < C::groups; i++)
-              copy_box(w + i * 64 * kRowBytes, &b_map, &ring->full[stage], (int)column + 64 * i, k, b_batch);
+              copy_box(w + i * 64 * kRowBytes, &b_map, &ring->full[stage], column + 64 * i, k, b_batch);
           }
-          copy_box(a, &a_map, &ring->full[stage], k, (int)row, a_batch);
+          copy_box(a, &a_map, &ring->full[stage], k, row, a_batch);
         }
         next();
       }
     }
     __syncwarp();
   } else {
-    int last = 0;
-    for (int step = begin; step < end; step++) {
-      barrier_wait(&ring->full[stage], phase);
-      if constexpr (sizeof(S) == 1) {
+    by_case<S>(epilogue.brain, sizeof(S) == 1 || extent.nt, [&](auto brain, auto by_k) {
+      int last = 0;
+      for (int step = begin; step < end; step++) {
+        barrier_wait(&ring->full[stage], phase);
+        if constexpr (sizeof(S) == 1) {
 #pragma unroll
-        for (int part = 0; part < C::parts; part++) {
-          const unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes;
-          float some[TOKENS / 2];
+          for (int part = 0; part < C::parts; part++) {
+            const unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes;
+            float some[TOKENS / 2];
+            group_begin();
+            multiply_rows<S, false, true, true>(some, w + group * 64 * kRowBytes, w + C::w_bytes, false);
+            group_end();
+            group_wait<0>();
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; i++) sums[i] += some[i];
+          }
+        } else {
           group_begin();
-          multiply_rows<S, NT, true>(some, w + group * 64 * kRowBytes, w + C::w_bytes, false);
+#pragma unroll
+          for (int part = 0; part < C::parts; part++) {
+            const unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes;
+            multiply_rows<S, brain.value, by_k.value, true>(sums, w + group * 64 * kRowBytes, w + C::w_bytes, true);
+          }
           group_end();
-          group_wait<0>();
-#pragma unroll
-          for (int i = 0; i < TOKENS / 2; i++) sums[i] += some[i];
+          group_wait<1>();
         }
-      } else {
-        group_begin();
-#pragma unroll
-        for (int part = 0; part < C::parts; part++) {
-          const unsigned char *w = tiles + stage * C::stage_bytes + part * C::part_bytes;
-          multiply_rows<S, NT, true>(sums, w + group * 64 * kRowBytes, w + C::w_bytes, true);
-        }
-        group_end();
-        group_wait<1>();
+        if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(&ring->empty[last]);
+        last = stage;
+        next();
       }
-      if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(&ring->empty[last]);
-      last = stage;
-      next();
-    }
-    group_wait<0>();
+      group_wait<0>();
+    });
   }
   __syncthreads();  // nobody reads tiles, and none is on its way
   float *partial = reinterpret_cast<float *>(tiles);
@@ -1133,25 +1268,20 @@ __global__ void __launch_bounds__(Thin<TOKENS>::threads)
     cluster_sync();
   else
     __syncthreads();
-  // Pairs of outputs, a share of them in each block.
+  // Four outputs at a time, a share of them in each block.
   const float scale = scale_of(epilogue);
-  const int tokens = extent.M - row < TOKENS ? (int)(extent.M - row) : TOKENS, pairs = tokens * (C::rows / 2);
-  const int share = (pairs + splits - 1) / splits, mine_end = share * ((int)rank + 1);
+  const int tokens = extent.M - row < TOKENS ? extent.M - row : TOKENS, all = tokens * (C::rows / 4);
+  const int share = (all + splits - 1) / splits, mine_end = share * ((int)rank + 1);
 #pragma unroll 1
-  for (int i = share * (int)rank + threadIdx.x; i < mine_end && i < pairs; i += C::threads) {
-    const int token = i / (C::rows / 2), at = i % (C::rows / 2) * 2;
+  for (int i = share * (int)rank + threadIdx.x; i < mine_end && i < all; i += C::threads) {
+    const int token = i / (C::rows / 4), at = i % (C::rows / 4) * 4;
     if (column + at >= extent.N) continue;
-    const float *from = partial + token * C::sums_stride + at;
-    float total[2] = {};
-#pragma unroll
-    for (int block = 0; block < kMostSplits; block++) {
-      if (block >= splits) break;
-      const float2 v = load_from(from, block);
-      total[0] += v.x, total[1] += v.y;
-    }
-    emit_pair<O>(total, epilogue, scale, out, batch, row + token, column + at, extent.M, extent.N);
+    float total[4];
+    sum_of_blocks(total, partial + token * C::sums_stride + at, splits);
+    emit_few<4>(total, epilogue, scale, out, batch, row + token, column + at, extent.M, extent.N);
   }
-  if (splits > 1) cluster_sync();  // nobody leaves while another may still read its sums
+  // Nobody leaves while another may still read its sums. What a thread has read it has used by now.
+  if (splits > 1) cluster_meet();
 #else
   not_for_this_architecture();
 #endif
@@ -1242,11 +1372,16 @@ __global__ void __launch_bounds__((M_TILE / TM) * (N_TILE / TN))
   __syncthreads();
   const float scale = scale_of(epilogue);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < M_TILE * (N_TILE / 8); e += kThreads) {
-    const int r = e / (N_TILE / 8), c = e % (N_TILE / 8) * 8;
+  for (int e = threadIdx.x; e < M_TILE * N_TILE; e += kThreads) {
+    const int r = e / N_TILE, c = e % N_TILE;
     const int64_t row = place.row + r, column = place.column + c;
-    if (row < M && column < N)
-      emit<float>(memory + r * kSumsStride + c, epilogue, scale, out, place.batch, row, column, M, N);
+    if (row >= M || column >= N) continue;
+    float total[1] = {memory[r * kSumsStride + c] * scale};
+    if (epilogue.bias != NULL) total[0] += bias_at(epilogue, column);
+    activate<false>(total, epilogue.kind);
+    if (epilogue.residual != NULL)
+      total[0] += residual_row<float>(epilogue, place.batch, row)[column * epilogue.residual_column];
+    out[(place.batch * M + row) * N + column] = total[0];
   }
 }
 
@@ -1267,27 +1402,34 @@ int64_t stride_of(const AkTensor *t, int from_end) {
 
 int64_t blocks_of(const Problem &p, int m, int n) { return (p.M + m - 1) / m * ((p.N + n - 1) / n) * p.batch; }
 
-template <typename S, typename T, typename O, typename C, bool NT>
-int launch(const Problem &p, Dense<S> a, Dense<S> b, const Epilogue &epilogue, O *out, cudaStream_t stream) {
-  constexpr int kBytes = Shared<C, NT>::bytes;
-  const auto kernel = matmul_tiles<S, T, O, C, NT>;
+template <typename S, typename C>
+int launch(const Problem &p, Dense<S> a, Dense<S> b, bool nt, const Epilogue &epilogue, Bits *out,
+           cudaStream_t stream) {
+  constexpr int kBytes = Shared<C>::bytes;
+  const auto kernel = matmul_tiles<S, C>;
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess) {
     cudaGetLastError();  // this device has less shared memory
     return AK_UNSUPPORTED;
   }
   const int64_t tiles_m = (p.M + C::m - 1) / C::m, tiles_n = (p.N + C::n - 1) / C::n, blocks = blocks_of(p, C::m, C::n);
   if (blocks > 0x7fffffff) return AK_UNSUPPORTED;
-  kernel<<<(unsigned)blocks, C::threads, kBytes, stream>>>(a, b, epilogue, out, p.M, p.N, p.K, tiles_m, tiles_n);
+  kernel<<<(unsigned)blocks, C::threads, kBytes, stream>>>(a, b, epilogue, out, p.M, p.N, p.K, (int)tiles_m,
+                                                           (int)tiles_n, nt);
   return (int)cudaGetLastError();
 }
 
-template <typename S, typename T, typename O, int TILES, bool NT>
-int launch_direct(const Problem &p, Dense<S> a, Dense<S> b, const Epilogue &epilogue, O *out, cudaStream_t stream) {
+template <typename S, int TILES, bool NT>
+int launch_direct(const Problem &p, Dense<S> a, Dense<S> b, const Epilogue &epilogue, Bits *out, cudaStream_t stream) {
   using C = Direct<NT>;
   const int64_t tiles_n = (p.N + C::columns - 1) / C::columns, blocks = tiles_n * p.batch;
   if (blocks > 0x7fffffff) return AK_UNSUPPORTED;
-  matmul_direct<S, T, O, TILES, NT>
-      <<<(unsigned)blocks, C::threads, 0, stream>>>(a, b, epilogue, out, p.M, p.N, (int)p.K, tiles_n);
+  // A kernel for each dtype: around a choice between products, loads would wait for each other.
+  if (sizeof(S) == 2 && epilogue.brain)
+    matmul_direct<S, sizeof(S) == 2, TILES, NT>
+        <<<(unsigned)blocks, C::threads, 0, stream>>>(a, b, epilogue, out, p.M, p.N, (int)p.K, tiles_n);
+  else
+    matmul_direct<S, false, TILES, NT>
+        <<<(unsigned)blocks, C::threads, 0, stream>>>(a, b, epilogue, out, p.M, p.N, (int)p.K, tiles_n);
   return (int)cudaGetLastError();
 }
 
@@ -1299,8 +1441,8 @@ using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void
 
 // The driver's function that writes tensor maps, or NULL.
 Encode encoder() {
-  static std::atomic<void *> kept{NULL};
-  void *found = kept.load(std::memory_order_relaxed);
+  static void *kept = NULL;
+  void *found = __atomic_load_n(&kept, __ATOMIC_RELAXED);
   if (found == NULL) {
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -1313,7 +1455,7 @@ Encode encoder() {
       cudaGetLastError();
       return NULL;
     }
-    kept.store(found, std::memory_order_relaxed);
+    __atomic_store_n(&kept, found, __ATOMIC_RELAXED);
   }
   return reinterpret_cast<Encode>(found);
 }
@@ -1321,7 +1463,8 @@ Encode encoder() {
 // A matrix's map: boxes of 128 bytes, swizzled, of so many rows. The matrix is dense along its rows, which are aligned
 // to 16 bytes.
 template <typename S>
-bool map_of(CUtensorMap *map, const Dense<S> &matrix, int64_t columns, int64_t rows, int64_t batch, int box_rows) {
+bool map_of(CUtensorMap *map, const Dense<S> &matrix, bool brain, int64_t columns, int64_t rows, int64_t batch,
+            int box_rows) {
   const Encode encode = encoder();
   if (encode == NULL) return false;
   const int64_t stride = rows == 1 ? (columns + 15) / 16 * 16 : matrix.stride;
@@ -1329,9 +1472,9 @@ bool map_of(CUtensorMap *map, const Dense<S> &matrix, int64_t columns, int64_t r
   const cuuint64_t sizes[3] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)batch};
   const cuuint64_t strides[2] = {(cuuint64_t)stride * sizeof(S), (cuuint64_t)apart * sizeof(S)};
   const cuuint32_t box[3] = {kDepth<S>, (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
-  const CUtensorMapDataType type = sizeof(S) == 1              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-                                   : std::is_same_v<S, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMapDataType type = sizeof(S) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : brain        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return encode(map, type, 3, const_cast<S *>(matrix.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -1341,9 +1484,9 @@ bool map_of(CUtensorMap *map, const Dense<S> &matrix, int64_t columns, int64_t r
 template <auto KERNEL>
 bool runs_here(int bytes, int device) {
   constexpr int kDevices = 64;
-  static std::atomic<signed char> kept[kDevices];
+  static signed char kept[kDevices];
   if (device < 0 || device >= kDevices) return false;
-  signed char known = kept[device].load(std::memory_order_relaxed);
+  signed char known = __atomic_load_n(&kept[device], __ATOMIC_RELAXED);
   if (known == 0) {
     cudaFuncAttributes attributes;
     known = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.sharedSizeBytes == 0 &&
@@ -1351,7 +1494,7 @@ bool runs_here(int bytes, int device) {
                 ? 1
                 : -1;
     if (known < 0) cudaGetLastError();
-    kept[device].store(known, std::memory_order_relaxed);
+    __atomic_store_n(&kept[device], known, __ATOMIC_RELAXED);
   }
   return known > 0;
 }
@@ -1375,75 +1518,99 @@ int launch_clusters(void (*kernel)(Parameters...), int64_t blocks, int threads, 
 }
 
 // What a kernel for Hopper multiplies: b by its rows (NN) or by its columns (NT).
-template <typename S, typename O>
+template <typename S>
 struct Hopper {
   const Problem &p;
   Dense<S> a, b;
   const Epilogue &epilogue;
-  O *out;
+  Bits *out;
   cudaStream_t stream;
+  bool nt;
   int device, processors;
 };
 
-Extent extent_of(const Problem &p, int m, int n, int k) {
-  const int64_t tiles_m = (p.M + m - 1) / m, tiles_n = (p.N + n - 1) / n;
-  return {p.M, p.N, p.K, tiles_m, tiles_n, tiles_m * tiles_n * p.batch, (int)((p.K + k - 1) / k),
-          p.a[0] != 0, p.b[0] != 0};
+// tiles is 0 where there are more than an int counts.
+Extent extent_of(const Problem &p, int m, int n, int k, bool nt) {
+  const int64_t tiles_m = (p.M + m - 1) / m, tiles_n = (p.N + n - 1) / n, tiles = tiles_m * tiles_n * p.batch;
+  return {(int)p.M, (int)p.N, (int)tiles_m, (int)tiles_n, tiles < INT32_MAX / 16 ? (int)tiles : 0,
+          (int)((p.K + k - 1) / k), p.a[0] != 0, p.b[0] != 0, nt};
 }
 
-template <typename S, typename O, bool NT>
-bool maps_of(const Hopper<S, O> &h, CUtensorMap *a_map, CUtensorMap *b_map, int a_rows, int b_columns) {
+template <typename S>
+bool maps_of(const Hopper<S> &h, CUtensorMap *a_map, CUtensorMap *b_map, int a_rows, int b_columns) {
   const Problem &p = h.p;
-  if (!map_of(a_map, h.a, p.K, p.M, p.a[0] != 0 ? p.batch : 1, a_rows)) return false;
+  const bool brain = h.epilogue.brain;
+  if (!map_of(a_map, h.a, brain, p.K, p.M, p.a[0] != 0 ? p.batch : 1, a_rows)) return false;
   const int64_t batch = p.b[0] != 0 ? p.batch : 1;
-  return NT ? map_of(b_map, h.b, p.K, p.N, batch, b_columns) : map_of(b_map, h.b, p.N, p.K, batch, kDepth<S>);
+  return h.nt ? map_of(b_map, h.b, brain, p.K, p.N, batch, b_columns)
+              : map_of(b_map, h.b, brain, p.N, p.K, batch, kDepth<S>);
 }
 
-template <int COLUMNS, bool NT, typename S, typename O>
-int launch_wide(const Hopper<S, O> &h) {
+template <int COLUMNS, typename S>
+int launch_wide(const Hopper<S> &h) {
   using C = Wide<COLUMNS>;
   CUtensorMap a_map, b_map;
-  if (!runs_here<matmul_wide<S, O, COLUMNS, NT>>(C::bytes, h.device) ||
-      !maps_of<S, O, NT>(h, &a_map, &b_map, C::m, C::n / 2))
+  if (!runs_here<matmul_wide<S, COLUMNS>>(C::bytes, h.device) || !maps_of(h, &a_map, &b_map, C::m, C::n / 2))
     return kNotHere;
-  Extent extent = extent_of(h.p, C::m, C::n, kDepth<S>);
-  extent.tiles = (extent.tiles_m + 1) / 2 * extent.tiles_n * h.p.batch;  // a cluster's
-  const int64_t room = h.processors / C::cluster, clusters = extent.tiles < room ? extent.tiles : room;
-  return launch_clusters(matmul_wide<S, O, COLUMNS, NT>, clusters * C::cluster, C::threads, C::bytes, C::cluster,
-                         h.stream, a_map, b_map, h.epilogue, h.out, extent);
+  Extent extent = extent_of(h.p, C::m, C::n, kDepth<S>, h.nt);
+  if (extent.tiles == 0) return AK_UNSUPPORTED;
+  extent.tiles = (extent.tiles_m + 1) / 2 * extent.tiles_n * (int)h.p.batch;  // a cluster's
+  const int room = h.processors / C::cluster, clusters = extent.tiles < room ? extent.tiles : room;
+  return launch_clusters(matmul_wide<S, COLUMNS>, clusters * C::cluster, C::threads, C::bytes, C::cluster, h.stream,
+                         a_map, b_map, h.epilogue, h.out, extent);
 }
 
-template <int TOKENS, bool NT, typename S, typename O>
-int launch_thin(const Hopper<S, O> &h) {
+// So many clusters run at once where each multiprocessor has room for one block: a cluster's are of one group of 16.
+int64_t room_for_clusters(int blocks, int processors) {
+  return blocks <= 2 ? processors / blocks : processors / 18 * (16 / blocks);
+}
+
+// Among how many blocks of a cluster to split the depth of each of so many tiles.
+int splits_of(int64_t tiles, int64_t steps, int tokens, int processors) {
+  int splits = 1;
+  if (tokens <= 32) {
+    while (splits < kMostSplits && tiles * splits < kThinBlocks && steps >= splits * 2) splits *= 2;
+  } else {
+    for (int more = 2; more <= kMostSplits && steps >= 2 * more && tiles * more <= kThinBlocks; more++)
+      if (tiles <= room_for_clusters(more, processors)) splits = more;
+  }
+  return splits;
+}
+
+template <int TOKENS, typename S>
+int launch_thin(const Hopper<S> &h) {
   using C = Thin<TOKENS>;
   CUtensorMap a_map, b_map;
-  if (!runs_here<matmul_thin<S, O, TOKENS, NT>>(C::bytes, h.device) ||
-      !maps_of<S, O, NT>(h, &a_map, &b_map, C::tokens, C::rows))
+  if (!runs_here<matmul_thin<S, TOKENS>>(C::bytes, h.device) || !maps_of(h, &a_map, &b_map, C::tokens, C::rows))
     return kNotHere;
-  const Extent extent = extent_of(h.p, C::tokens, C::rows, C::parts * kDepth<S>);
-  // Adding up 64 rows' sums costs more than half of the device's blocks bring.
-  const int64_t wanted = TOKENS == 64 ? kThinBlocks / 2 : kThinBlocks;
-  int splits = 1;
-  while (splits < kMostSplits && extent.tiles * splits < wanted && extent.steps >= splits * 2) splits *= 2;
-  if (extent.tiles * splits > 0x7fffffff) return AK_UNSUPPORTED;
-  return launch_clusters(matmul_thin<S, O, TOKENS, NT>, extent.tiles * splits, C::threads, C::bytes, splits, h.stream,
-                         a_map, b_map, h.epilogue, h.out, extent, splits);
+  const Extent extent = extent_of(h.p, C::tokens, C::rows, C::parts * kDepth<S>, h.nt);
+  if (extent.tiles == 0) return AK_UNSUPPORTED;
+  const int splits = splits_of(extent.tiles, extent.steps, TOKENS, h.processors);
+  return launch_clusters(matmul_thin<S, TOKENS>, extent.tiles * splits, C::threads, C::bytes, splits, h.stream, a_map,
+                         b_map, h.epilogue, h.out, extent, splits);
 }
 
-template <bool NT, typename S, typename O>
-int launch_hopper(const Hopper<S, O> &h) {
+// What a multiprocessor reads in rows of 128 bytes, with tiles of so many tokens.
+template <typename S>
+int64_t rows_read(const Hopper<S> &h, int tokens) {
+  constexpr int kRows = 128;
+  const int64_t tiles = blocks_of(h.p, tokens, kRows), steps = (h.p.K + kDepth<S> - 1) / kDepth<S>;
+  const int splits = splits_of(tiles, tokens <= 64 ? (steps + 1) / 2 : steps, tokens, h.processors);
+  return (tiles * splits + h.processors - 1) / h.processors * ((steps + splits - 1) / splits) * (kRows + tokens);
+}
+
+template <typename S>
+int launch_hopper(const Hopper<S> &h) {
   const Problem &p = h.p;
-  if constexpr (sizeof(S) == 2) {
-    if (p.M > 128 && blocks_of(p, 128, 256) >= kWideFrom) return launch_wide<256, NT>(h);
-  }
-  if (p.M > 128 && blocks_of(p, 128, 128) >= kWideFrom) return launch_wide<128, NT>(h);
-  if (p.M <= 16) return launch_thin<16, NT>(h);
-  if (p.M <= 32) return launch_thin<32, NT>(h);
-  if (p.M <= 64) return launch_thin<64, NT>(h);
-  return launch_thin<128, NT>(h);
+  if (p.M > 128 && blocks_of(p, 128, 256) >= kWideFrom) return launch_wide<256>(h);
+  if (p.M > 128 && blocks_of(p, 128, 128) >= kWideFrom) return launch_wide<128>(h);
+  if (p.M <= 16) return launch_thin<16>(h);
+  if (p.M <= 32) return launch_thin<32>(h);
+  if (p.M <= 64 || rows_read(h, 64) < rows_read(h, 128)) return launch_thin<64>(h);
+  return launch_thin<128>(h);
 }
 
-template <typename S, typename T, typename O>
+template <typename S>
 int run(const AkTensor *a, const AkTensor *b, const Problem &p, const Epilogue &epilogue, const AkTensor *out,
         const AkContext *ctx) {
   const cudaStream_t stream = (cudaStream_t)ctx->stream;
@@ -1458,7 +1625,7 @@ int run(const AkTensor *a, const AkTensor *b, const Problem &p, const Epilogue &
   const Dense<S> left = {static_cast<const S *>(a->data), p.a[0], p.a[1], packs(a, p.a[0], p.a[1])};
   const Dense<S> rows = {b_data, p.b[0], p.b[1], packs(b, p.b[0], p.b[1])};
   const Dense<S> columns = {b_data, p.b[0], p.b[2], packs(b, p.b[0], p.b[2])};
-  O *y = static_cast<O *>(out->data);
+  Bits *y = static_cast<Bits *>(out->data);
   const bool by_rows = along_n && !(along_k && columns.packs);
   const Dense<S> &right = by_rows ? rows : columns;
   // What has no tensor map: rows that are not aligned to 16 bytes or overlap (an expanded tensor).
@@ -1467,36 +1634,31 @@ int run(const AkTensor *a, const AkTensor *b, const Problem &p, const Epilogue &
     return aligned(m.data, 16) && m.stride % pack == 0 && m.batch % pack == 0 && (rows == 1 || m.stride > 0);
   };
   constexpr int kPack = 16 / (int)sizeof(S);
-  constexpr int64_t kUpTo = sizeof(S) == 2 ? kDirectUpTo : 2 * kDirectUpTo;
-  if (p.M <= kUpTo && p.M <= 16 && maps(left, 1) && maps(right, 1) && p.K % kPack == 0 && p.K < INT32_MAX / 2) {
+  if (p.M <= kDirectUpTo && p.M <= 16 && maps(left, 1) && maps(right, 1) && p.K % kPack == 0 && p.K < INT32_MAX / 2) {
     if constexpr (sizeof(S) == 2) {
       if (by_rows && p.N % 8 == 0 && blocks_of(p, 16, Direct<false>::columns) >= kDirectFrom)
-        return launch_direct<S, T, O, 2, false>(p, left, rows, epilogue, y, stream);
+        return launch_direct<S, 2, false>(p, left, rows, epilogue, y, stream);
       if (!by_rows && p.M <= 8 && blocks_of(p, 16, Direct<true>::columns) >= kDirectFrom)
-        return launch_direct<S, T, O, 1, true>(p, left, columns, epilogue, y, stream);
+        return launch_direct<S, 1, true>(p, left, columns, epilogue, y, stream);
     }
     if (!by_rows && blocks_of(p, 16, Direct<true>::columns) >= kDirectFrom)
-      return launch_direct<S, T, O, 2, true>(p, left, columns, epilogue, y, stream);
+      return launch_direct<S, 2, true>(p, left, columns, epilogue, y, stream);
   }
   int major = 0, processors = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ctx->device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, ctx->device);
-  if (major == 9 && maps(left, p.M) && maps(right, by_rows ? p.K : p.N) && p.K > 0 && p.M < INT32_MAX &&
-      p.N < INT32_MAX && p.K < INT32_MAX && p.batch < INT32_MAX) {
-    const Hopper<S, O> h = {p, left, right, epilogue, y, stream, ctx->device, processors};
-    int code = kNotHere;
-    if (!by_rows)
-      code = launch_hopper<true>(h);
-    else if constexpr (sizeof(S) == 2)  // wgmma takes float8 along K only
-      code = launch_hopper<false>(h);
+  const bool countable = p.M < kCountable && p.N < kCountable && p.K < kCountable && p.batch < kCountable;
+  if (major == 9 && maps(left, p.M) && maps(right, by_rows ? p.K : p.N) && p.K > 0 && countable) {
+    const Hopper<S> h = {p, left, right, epilogue, y, stream, !by_rows, ctx->device, processors};
+    // wgmma takes float8 along K only.
+    const int code = sizeof(S) == 2 || !by_rows ? launch_hopper(h) : kNotHere;
     if (code != kNotHere) return code;
   }
-  const bool large = blocks_of(p, Large::m, Large::n) >= kLargeFrom;
-  if (by_rows)
-    return large ? launch<S, T, O, Large, false>(p, left, rows, epilogue, y, stream)
-                 : launch<S, T, O, Small, false>(p, left, rows, epilogue, y, stream);
-  return large ? launch<S, T, O, Large, true>(p, left, columns, epilogue, y, stream)
-               : launch<S, T, O, Small, true>(p, left, columns, epilogue, y, stream);
+  if constexpr (sizeof(S) == 2) {
+    if (blocks_of(p, Large::m, Large::n) >= kLargeFrom)
+      return launch<S, Large>(p, left, right, !by_rows, epilogue, y, stream);
+  }
+  return launch<S, Small>(p, left, right, !by_rows, epilogue, y, stream);
 }
 
 template <int M_TILE, int N_TILE, int TM, int TN>
@@ -1536,6 +1698,7 @@ extern "C" int matmul(const AkTensor *a, const AkTensor *b, const AkTensor *bias
     p.b[i] = stride_of(b, 3 - i);
   }
   Epilogue e = {};
+  e.brain = out->dtype == AK_BF16;
   e.kind = activation;
   e.scale_a = scale_a == NULL ? NULL : static_cast<const float *>(scale_a->data);
   e.scale_b = scale_b == NULL ? NULL : static_cast<const float *>(scale_b->data);
@@ -1543,7 +1706,6 @@ extern "C" int matmul(const AkTensor *a, const AkTensor *b, const AkTensor *bias
     e.bias = bias->data;
     e.bias_stride = stride_of(bias, 1);
     e.bias_is_float = bias->dtype == AK_F32;
-    e.bias_packs = e.bias_stride == 1 && aligned(bias->data, 16);
   }
   const int pack = out->dtype == AK_F32 ? 4 : 8;
   if (residual != NULL) {
@@ -1558,9 +1720,9 @@ extern "C" int matmul(const AkTensor *a, const AkTensor *b, const AkTensor *bias
   const cudaStream_t stream = (cudaStream_t)ctx->stream;
   switch (a->dtype) {
     case AK_F32: return run_float(a, b, p, e, out, stream);
-    case AK_F16: return run<__half, __half, __half>(a, b, p, e, out, ctx);
-    case AK_BF16: return run<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16>(a, b, p, e, out, ctx);
-    case AK_F8E4M3: return run<__nv_fp8_storage_t, __half, __nv_bfloat16>(a, b, p, e, out, ctx);
+    case AK_F16:
+    case AK_BF16: return run<Bits>(a, b, p, e, out, ctx);
+    case AK_F8E4M3: return run<Float8>(a, b, p, e, out, ctx);
     default: return AK_UNSUPPORTED;
   }
 }
