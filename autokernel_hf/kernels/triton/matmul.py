@@ -3,8 +3,8 @@
 Programs walk over the tiles of the output in groups of rows, so that those that run together share their operands in
 cache. Sums are in float32, also of float8 products, which the tensor cores add up in fewer bits only within a block.
 
-A product with few rows is a read of b. Where it has too few tiles to keep the device reading, K is split among programs
-as well, and a second launch adds their sums up, always in the same order.
+A product with few rows is a read of b. Where it, or one of some hundred rows, has too few tiles to keep the device busy,
+K is split among programs as well, and a second launch adds their sums up, always in the same order.
 """
 
 KERNEL_TYPE = "matmul"
@@ -31,6 +31,7 @@ NARROW_UP_TO = 6144  # tune(block): 0, 4096, 6144, 8192, 16384
 THIN_STAGES = 4  # tune(memory): 2, 3, 4, 5, 6
 THIN_WARPS = 4  # tune(launch): 2, 4, 8
 THIN_PROGRAMS = 192  # tune(launch): 1, 96, 192, 384
+PROGRAMS = 128  # tune(launch): 1, 128, 256
 GROUP = 8  # tune(memory): 1, 4, 8, 16
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -441,9 +442,14 @@ def kernel_fn(a, b, bias=None, residual=None, activation="none", scale_a=None, s
     added = out if residual is None else residual
     tiles = B * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     splits, k_share, sums = 1, K, out
-    if M <= 64 and (M > 32 or tiles <= THIN_PROGRAMS // 4):
+    wanted = 1
+    if itemsize <= 2 and M > 64 and not wide:
+        wanted = PROGRAMS
+    elif M <= 64 and (M > 32 or tiles <= THIN_PROGRAMS // 4):
+        wanted = THIN_PROGRAMS
+    if wanted > tiles:
         # A share has two blocks at least.
-        splits = max(min(THIN_PROGRAMS // tiles, K // (2 * block_k), 16), 1)
+        splits = max(min(wanted // tiles, K // (2 * block_k), 16), 1)
         k_share = triton.cdiv(triton.cdiv(K, splits), block_k) * block_k
         splits = max(triton.cdiv(K, max(k_share, 1)), 1)
     if splits > 1:
