@@ -181,6 +181,17 @@ def test_starter_compiles(workshop: Workshop, name: str, arch: str) -> None:
     assert report.shared_bytes is not None and report.shared_bytes <= 48 * 1024
 
 
+# Kernels that a file is compiled to: what a changed candidate waits for.
+MOST_KERNELS = {"matmul": 24, "fused_mlp": 15, "flash_attention": 22}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", MOST_KERNELS)
+def test_matrix_starters_are_few_kernels(workshop: Workshop, name: str) -> None:
+    kernels = workshop.compile(name, "sm_90a").result().log.splitlines()
+    assert 10 <= len(set(kernels)) <= len(kernels) <= MOST_KERNELS[name]
+
+
 # --- emulated -------------------------------------------------------------------------------------------------------
 
 
