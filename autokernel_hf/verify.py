@@ -86,6 +86,7 @@ def verify(
     calls: dict[str, int] = {}
     accuracy, notes = Accuracy(), _Notes()
     reason = ""
+    slower: tuple[str, ...] = ()
     latency, speedup, interval = Latency(), Speedup(), SpeedupInterval()
     try:
         calls, reason = bench.count_calls()
@@ -98,7 +99,7 @@ def verify(
         with gpu.device_lock(loaded.device):
             timing = bench.time(started + (budget_s or BUDGET_S), compile=compile, notes=notes)
         latency, speedup, interval = timing.latency(), timing.speedup(), timing.intervals()
-        reason = timing.problem
+        reason, slower = timing.problem, timing.slower()
     # After a failed kernel a GPU may be past answering; then the model is not run again.
     if bench.usable:
         changed = bench.changed_since(before)
@@ -109,6 +110,7 @@ def verify(
     if vs_eager is not None and ratio is not None and not reason:
         gain = f"{ratio:.3f} times as fast as without the kernels (95 % interval {vs_eager[0]:.3f} to {vs_eager[1]:.3f})"
         reason = f"right, and {gain}" if passed else f"right, but not faster beyond doubt: {gain}"
+        reason = "; but ".join([reason, *slower]) if passed else reason
     return Verification(
         passed=passed,
         kernel_calls=calls,

@@ -64,6 +64,13 @@ def captured_pass(model: nn.Module, inputs: Inputs, others: Inputs) -> Callable[
     return run
 
 
+_WAYS = {
+    "compile": "under torch.compile",
+    "compile_cudagraphs": "under torch.compile with CUDA graphs",
+    "eager_cudagraphs": "in a CUDA graph",
+}
+
+
 @dataclass(slots=True)
 class Timing:
     """Milliseconds of passes: pairs of the two eager columns, and rounds of all columns."""
@@ -97,6 +104,20 @@ class Timing:
 
     def intervals(self) -> SpeedupInterval:
         return SpeedupInterval(vs_eager=_interval(self._vs_eager()), vs_compile=_interval(self._vs_compile()))
+
+    def slower(self) -> tuple[str, ...]:
+        """Where the kernels cost beyond doubt, 2 % or more, though they may win elsewhere: a sentence each."""
+        told = []
+        for column, words in _WAYS.items():
+            way, _, graphs = column.partition("_")
+            ratios = self._ratios(self.rounds, column, f"{way}_kernels{'_' if graphs else ''}{graphs}")
+            interval = _interval(ratios)
+            if interval is not None and interval[1] < 0.98:
+                told.append(
+                    f"{words} the kernels cost: {statistics.median(ratios):.3f} times the speed without them "
+                    f"(95 % interval {interval[0]:.3f} to {interval[1]:.3f})"
+                )
+        return tuple(told)
 
     def _vs_eager(self) -> list[float]:
         return self._ratios([*self.pairs, *self.rounds], "eager", "eager_kernels")

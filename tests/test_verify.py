@@ -554,3 +554,25 @@ def rmsnorm(x, weight, eps, offset=0.0):
     columns = result.latency_ms.model_dump()
     assert all(value is not None and value > 0 for value in columns.values()), (columns, result.notes)
     assert result.speedup.vs_compile is not None
+
+
+def test_where_the_kernels_cost_is_told_beside_where_they_win() -> None:
+    timing = Timing()
+    for i in range(20):
+        noise = 1 + 0.01 * (i % 3)
+        timing.rounds.append(
+            {
+                "eager": 10.0,
+                "eager_kernels": 8.0,
+                "compile": 4.0 * noise,
+                "compile_kernels": 4.0,
+                "compile_cudagraphs": 1.5,
+                "compile_kernels_cudagraphs": 3.0 * noise,
+                "eager_cudagraphs": 2.0,
+                "eager_kernels_cudagraphs": 1.6,
+            }
+        )
+    (told,) = timing.slower()
+    assert told.startswith("under torch.compile with CUDA graphs the kernels cost: 0.49")
+    timing.rounds = [{"eager": 10.0, "eager_kernels": 8.0}]
+    assert timing.slower() == ()
