@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from autokernel_hf import errors
+from autokernel_hf.cache import need_cache
 from autokernel_hf.errors import AutokernelError, JudgeError
 from autokernel_hf.judge.sandbox import environment_for_children
 from autokernel_hf.judge.server import program
@@ -91,6 +92,7 @@ class Judge:
 
     def __enter__(self) -> Judge:
         opened_at = time.monotonic()
+        need_cache()
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             program("autokernel_hf.judge.process", str(theirs.fileno())),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,17 +17,22 @@ import torch
 
 from autokernel_hf.build import build, load
 from autokernel_hf.candidates import read_candidate
-from autokernel_hf.errors import CandidateError, DeviceError
-from autokernel_hf.judge import l2, near, replays, telemetry, timing
+from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, DeviceError, ToolMissingError
+from autokernel_hf.evaluate import Judge
+from autokernel_hf.judge import child, confine, l2, near, referee, replays, telemetry, timing
 from autokernel_hf.judge.arena import Arena, Pool
 from autokernel_hf.judge.bands import Bands
 from autokernel_hf.judge.cases import Scope
 from autokernel_hf.judge.referee import Referee
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.server import Server
+from autokernel_hf.judge.session import Request
+from autokernel_hf.judge.sheet import Sheet
+from autokernel_hf.judge.stages import StageFailed
 from autokernel_hf.judge.turn import Times
 from autokernel_hf.kernels import kernel_type, kernel_types
 from autokernel_hf.kernels.base import make_inputs
+from autokernel_hf.variant import Domain
 from tests.judge_files import HONEST, MUTANTS, rms
 
 CPU = torch.device("cpu")
@@ -168,19 +176,21 @@ def test_a_clock_at_four_sevenths_of_the_speed_is_found(
 
 
 @pytest.mark.parametrize(
-    ("device_us", "graph_us", "referee_us", "found"),
+    ("device_us", "graph_us", "referee_us", "calls", "found"),
     [
-        (22.6, 18.2, 18.4, False),
-        (7.0, 2.2, 2.6, False),  # launches are most of a cold call
-        (9.0, 18.2, 18.4, True),  # two fifths of it
-        (22.6, 9.1, 18.4, True),  # the graph's own time halved
-        (22.6, 18.2, None, False),
+        (22.6, 18.2, 18.4, 20, False),
+        (7.0, 2.2, 2.6, 20, False),  # launches are most of a cold call
+        (5.1, 1.6, 3.81, 20, False),  # as measured on a GPU with eight sessions: the host was late
+        (8.0, 18.2, 18.4, 20, True),  # two fifths of it
+        (22.6, 8.0, 18.4, 20, True),  # the graph's own time
+        (500.0, 500.0, 990.0, 1, True),
+        (22.6, 18.2, None, 1, False),
     ],
 )
 def test_device_times_are_held_against_a_graph_by_the_referees_clock(
-    device_us: float, graph_us: float, referee_us: float | None, found: bool
+    device_us: float, graph_us: float, referee_us: float | None, calls: int, found: bool
 ) -> None:
-    warm = replays.WarmTimes(hot_us=device_us, graph_us=graph_us, referee_us=referee_us)
+    warm = replays.WarmTimes(hot_us=device_us, graph_us=graph_us, referee_us=referee_us, calls=calls)
     assert bool(replays.contradiction(device_us, warm)) is found
 
 
@@ -342,6 +352,78 @@ def test_memory_that_others_hold_is_no_verdict(
         DeviceError, match=r"Other processes hold the memory of this GPU: 1.0 of 140.0 GB are free"
     ):
         judging._must_have_memory()
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_row.py", "overflows.py", "overflows.cu"])
+def test_what_overflows_by_its_source_does_not_pass_where_it_could_not_be_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(referee.huge, "fits", lambda *arguments: False)
+    monkeypatch.setattr(referee.gpu, "device_lock", lambda device: contextlib.nullcontext())
+    judging = object.__new__(Referee)
+    judging.device, judging.kernel_type = torch.device("cuda", 0), RMS
+    judging.scope = Scope(kernel_type=RMS, workloads=(), dtypes=("float16",))
+    sheet = Sheet.begun(Request(action="evaluate"), ())
+    domain = Domain(dtypes=RMS.dtypes, values={})
+    path = (HONEST if name.startswith("rms") else MUTANTS) / name
+    arguments = (cast("Child", None), read_candidate(path), domain, sheet)
+    if path.parent == HONEST:
+        judging._more_than_32_bits(*arguments)
+        assert sheet.stages["edges"] == "passed"
+        assert "131075x16384 (float16)" in sheet.notes[0]
+        return
+    with pytest.raises(StageFailed, match="131075x16384.*could not be run.*64 bits") as caught:
+        judging._more_than_32_bits(*arguments)
+    assert caught.value.status == "incorrect"
+    assert sheet.stages["edges"] == "failed"
+
+
+# --- a disk without room ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "machine"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EROFS, "Read-only file system"), True),
+        (CompileError("ninja: fatal error: kernel.o: No space left on device", remedy=""), True),
+        (CompileError("kernel.cpp:1: error: expected ';'", remedy=""), False),
+        (OSError(errno.ENOENT, "No such file"), False),
+    ],
+)
+def test_a_full_disk_is_the_machines_fault_and_not_a_candidates(
+    error: Exception, machine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(candidate: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(child.build, "build", fails)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = child._Worker(theirs)
+        candidate = read_candidate(HONEST / "rmsnorm_plain.cpp")
+        request = {"op": "build", "candidate": candidate.model_dump(mode="json"), "device": "cpu"}
+        with pytest.raises(ToolMissingError if machine else type(error)) as caught:
+            worker.do(request)
+    expected = (
+        "tool_missing" if machine else "compile_error" if isinstance(error, CompileError) else "crashed"
+    )
+    assert child.classify(caught.value) == expected
+    if machine:
+        assert "AUTOKERNEL_HF_CACHE" in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_made_does_not_keep_the_walls_from_standing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path / "file" / "cache"))
+    assert confine.walls({"HOME": str(tmp_path)}, builder=True).writable == ()
+    with (
+        pytest.raises(AutokernelError, match="cannot be written"),
+        Judge("rmsnorm", "cpp", (rms(4, 64),)),
+    ):
+        pass
 
 
 # --- what is near -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autokernel_hf import build
+from autokernel_hf.cache import cache_root
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError
 from autokernel_hf.judge import (
     audit,
@@ -109,6 +111,13 @@ def classify(error: BaseException) -> str:
     return "crashed"
 
 
+def _is_want_of_room(error: Exception) -> bool:
+    """Whether a build failed for want of a place on the disk, which is not the candidate's doing."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    return "No space left on device" in _text(error) or "Disk quota exceeded" in _text(error)
+
+
 def describe(error: BaseException) -> str:
     if isinstance(error, AutokernelError):
         return str(error)[:4000]
@@ -171,6 +180,8 @@ class _Worker:
         if self.arena is not None:
             self.arena.close()
             gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # after a call of more than 2^31 elements it would hold on to gigabytes
         self.arena = Arena.open(request["handle"], descriptor)
         return {"threads": torch.get_num_threads()}
 
@@ -179,7 +190,16 @@ class _Worker:
         if candidate.backend == "triton" and request["device"].startswith("cuda"):
             triton_seed.fill()
         with sandbox.on_all_cores():
-            built = build.build(candidate, device=request["device"])
+            try:
+                built = build.build(candidate, device=request["device"])
+            except (OSError, CompileError) as error:
+                if not _is_want_of_room(error):
+                    raise
+                raise ToolMissingError(
+                    f"Nothing can be built: the cache {cache_root()}, or the folder of temporary files, is full or "
+                    f"cannot be written ({describe(error).splitlines()[0][:200]}).",
+                    remedy="Free some space, or set AUTOKERNEL_HF_CACHE to a folder that you can write.",
+                ) from error
         return {"built": built.model_dump(mode="json")}
 
     def do_load(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def walls(environment: Mapping[str, str], *, builder: bool) -> Walls:
     # Whoever has no home has the root folder, or a system one: there is nothing to hide there.
     hidden -= {"/", "/usr", "/etc", "/dev", "/proc", "/sys", "/nonexistent"}
     cache = cache_root().resolve()
-    cache.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # who needs it will say that it cannot be written
+        cache.mkdir(parents=True, exist_ok=True)
     needed = {str(cache), *map(str, _own_files())}
     if builder:
         needed |= {p for p in environment.get("PATH", "").split(os.pathsep) if p}
@@ -74,7 +75,7 @@ def walls(environment: Mapping[str, str], *, builder: bool) -> Walls:
     return Walls(
         hidden=tuple(sorted(h for h in hidden if Path(h).is_dir())),
         needed=tuple(sorted(p for p in below if not any(_is_below(p, other) for other in below))),
-        writable=(str(cache),) if builder else (),
+        writable=(str(cache),) if builder and cache.is_dir() else (),
     )
 
 

@@ -403,14 +403,21 @@ class Referee:
             for call in calls:
                 if not self._ran(child, call):
                     left_out.append(f"{call.workload.label} ({call.workload.dtype})")
-        sheet.stages["edges"] = "passed"
         if left_out:
+            reading = indices.notes_on(candidate)
+            if reading:
+                # What memory happens to be free must not decide: with enough of it, it would most likely have failed.
+                raise StageFailed(
+                    "incorrect",
+                    f"Stage edges, {left_out[0]}: could not be run in the memory that was free, and its source says that "
+                    f"it would fail. {reading[0]}",
+                )
             sheet.notes = (
                 f"More than 2^31 elements did not fit in the memory that was free: {', '.join(left_out)}.",
-                *indices.notes_on(candidate),
             )
         elif not calls:
             sheet.notes = indices.notes_on(candidate)
+        sheet.stages["edges"] = "passed"
 
     def _ran(self, child: Child, call: huge.Huge) -> bool:
         """Run a call of more than 2^31 elements; False where there was no memory for it.
