@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
@@ -138,6 +138,7 @@ class Judge:
         incumbent: Candidate | None = None,
         *,
         known: Collection[str] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> Evaluation:
         """Judge in a cascade: the smoke stage, timing against the incumbent, and, where it would be kept, all stages.
 
@@ -145,10 +146,12 @@ class Judge:
 
         Args:
             known: Machine code that was found right and timed before. A candidate that compiles to it is told by
-                `Evaluation.machine_code`, and is not judged: all its stages are skipped.
+                `Evaluation.machine_code`, and is not judged: all its stages but the first are skipped.
+            meanwhile: What this process does while the referee judges. It must not raise.
         """
         return self._evaluation(
-            Request(action="evaluate", candidate=candidate, incumbent=incumbent, known=frozenset(known))
+            Request(action="evaluate", candidate=candidate, incumbent=incumbent, known=frozenset(known)),
+            meanwhile,
         )
 
     def confirm(self, candidate: Candidate) -> Evaluation:
@@ -161,12 +164,12 @@ class Judge:
         """Judge in all stages (unless the session is quick), with timing against the peers."""
         return self._evaluation(Request(action="evaluate", candidate=candidate, all_stages=True, peers=peers))
 
-    def _evaluation(self, request: Request) -> Evaluation:
-        result = self._ask(request)
+    def _evaluation(self, request: Request, meanwhile: Callable[[], None] | None = None) -> Evaluation:
+        result = self._ask(request, meanwhile)
         assert isinstance(result, Evaluation)
         return result
 
-    def _ask(self, request: Request) -> object:
+    def _ask(self, request: Request, meanwhile: Callable[[], None] | None = None) -> object:
         if self._channel is None:
             raise JudgeError("The session is not open.", remedy="Use it in a with statement.")
         request = replace(request, asked_at=time.monotonic())
@@ -177,6 +180,8 @@ class Judge:
             self._channel.send(request)
         except OSError:
             raise self._died() from None
+        if meanwhile is not None:
+            meanwhile()
         return self._receive()
 
     def _receive(self) -> object:

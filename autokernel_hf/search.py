@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.agent import Context, NothingLeft, Proposer
@@ -52,7 +53,12 @@ class Judging(Protocol):
     def measure_peers(self) -> tuple[WorkloadResult, ...]: ...
 
     def evaluate(
-        self, candidate: Candidate, incumbent: Candidate | None = None, *, known: Collection[str] = ()
+        self,
+        candidate: Candidate,
+        incumbent: Candidate | None = None,
+        *,
+        known: Collection[str] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> Evaluation: ...
 
     def confirm(self, candidate: Candidate) -> Evaluation: ...
@@ -144,6 +150,7 @@ class Search:
         self._sources: dict[int, Candidate] = {}
         self._end: Stop | None = None  # why no further experiment begins
         self._fault: BaseException | None = None  # what ends all lanes
+        self._odd: Exception | None = None  # what went wrong while looking ahead
 
     @property
     def judge(self) -> Judging:
@@ -173,12 +180,16 @@ class Search:
         proposal: Proposal,
         judge: Judging,
         device: str | None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Experiment:
         incumbent = self.run.kept(self.target.name)
         while True:
             known = self._machine_code()
-            more = {"known": frozenset(known)} if known else {}
-            evaluation = judge.evaluate(candidate, self.run.source(incumbent) if incumbent else None, **more)
+            opponent = self.run.source(incumbent) if incumbent else None
+            more: dict[str, Any] = {"known": frozenset(known)} if known else {}
+            if meanwhile is not None:
+                more["meanwhile"], meanwhile = meanwhile, None
+            evaluation = judge.evaluate(candidate, opponent, **more)
             twin = known.get(evaluation.machine_code or "")
             if twin is None or any(w.latency_us is not None for w in evaluation.workloads):
                 twin = None
@@ -351,13 +362,16 @@ class Search:
         while (task := self._next(proposer, seed, started)) is not None:
             number, begun, candidate, proposal = task
             try:
-                record = self._judged(number, begun, candidate, proposal, judge, device)
+                meanwhile = None if self._ahead is None else partial(self._prepare_next, proposer, seed)
+                record = self._judged(number, begun, candidate, proposal, judge, device, meanwhile)
             finally:
                 with self._turn:
                     del self._flying[number]
                     self._turn.notify_all()
             with self._turn:
                 self._report(record)
+                if self._odd is not None:
+                    raise self._odd
 
     def _next(
         self, proposer: Proposer, seed: int, started: float
@@ -385,7 +399,6 @@ class Search:
                 candidate, proposal = found
                 number, begun = self._begin(candidate, proposal)
                 self._flying[number] = proposal
-                self._look_ahead(proposer, seed)
                 return number, begun, candidate, proposal
             self._turn.notify_all()
             return None
@@ -399,6 +412,14 @@ class Search:
             if "opening" not in waiting.proposal.tags or kept is None or kept.digest == waiting.base:
                 return (waiting.candidate, waiting.proposal), None
         return None
+
+    def _prepare_next(self, proposer: Proposer, seed: int) -> None:
+        """Look ahead while a judge works, which would wait for it otherwise; what goes wrong is told after the verdict."""
+        try:
+            with self._turn:
+                self._look_ahead(proposer, seed)
+        except Exception as error:  # noqa: BLE001 - raised by the lane, once the verdict is entered
+            self._odd = error
 
     def _look_ahead(self, proposer: Proposer, seed: int) -> None:
         """Have the next proposals compiled before the present ones have their verdicts.

@@ -7,7 +7,7 @@ import multiprocessing.connection
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from autokernel_hf.judge.server import NamespacesFirst, Server
 from autokernel_hf.judge.stages import place
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels import starter as starter_of
+from autokernel_hf.ledger import Started
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import Built, Candidate, Evaluation, Proposal
 from autokernel_hf.runs import Run
@@ -44,9 +45,19 @@ class Watching(KnownJudge):
     def __init__(self, told: list[str], time_us: object = formula) -> None:
         super().__init__(time_us=time_us)
         self.told = told
+        self.asked = 0
         self.known: list[tuple[str, ...]] = []
 
-    def evaluate(self, candidate: Candidate, incumbent: Candidate | None = None) -> Evaluation:
+    def evaluate(
+        self,
+        candidate: Candidate,
+        incumbent: Candidate | None = None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Evaluation:
+        self.asked += 1
+        if meanwhile is not None:
+            meanwhile()
         self.known.append(tuple(self.told))
         return super().evaluate(candidate, incumbent)
 
@@ -98,7 +109,7 @@ def test_a_step_from_an_old_incumbent_is_not_judged(run: Run) -> None:
 
 
 def test_the_search_is_as_good_as_one_that_waits_for_every_verdict(run: Run, tmp_path: Path) -> None:
-    search_of(run, KnownJudge(), [], max_experiments=30).run_all(Playbook())
+    search_of(run, Watching([]), [], max_experiments=30).run_all(Playbook())
     with Run.create(tmp_path / "b", "org/model", settings()) as other:
         other.add_target(target(), [starter()])
         search_of(other, KnownJudge(), None, max_experiments=30).run_all(Playbook())
@@ -107,9 +118,39 @@ def test_the_search_is_as_good_as_one_that_waits_for_every_verdict(run: Run, tmp
     assert len({e.digest for e in run.experiments()}) == len(run.experiments()) == 30
 
 
+def test_the_next_is_chosen_while_the_judge_works(run: Run) -> None:
+    """A proposal takes a good part of what an experiment does; the device must not wait for it."""
+    told: list[str] = []
+    judge = Watching(told)
+    asked: list[int] = []
+    book = Playbook()
+    propose = book.propose
+
+    def noted(context: Context, n: int) -> list[Proposal]:
+        asked.append(judge.asked - len(judge.known))
+        return propose(context, n)
+
+    book.propose = noted  # type: ignore[method-assign]
+    search_of(run, judge, told, max_experiments=12).run_all(book)
+    assert asked.count(1) >= 10, "all but those that had to be chosen anew, since an incumbent fell"
+
+
+def test_a_proposer_that_fails_ahead_ends_the_search_when_the_verdict_is_entered(run: Run) -> None:
+    class Failing(Playbook):
+        def propose(self, context: Context, n: int) -> list[Proposal]:
+            if len(context.attempts) == 3:
+                raise RuntimeError("no more")
+            return super().propose(context, n)
+
+    with pytest.raises(RuntimeError, match="no more"):
+        search_of(run, Watching([], time_us=lambda values: 50.0), [], max_experiments=12).run_all(Failing())
+    begun = [e.experiment for e in run.events() if isinstance(e, Started)]
+    assert begun == [e.experiment for e in run.experiments()] and len(begun) == 4
+
+
 def test_nothing_waits_beyond_the_budget(run: Run) -> None:
     told: list[str] = []
-    search_of(run, KnownJudge(), told, max_experiments=3).run_all(Playbook())
+    search_of(run, Watching(told), told, max_experiments=3).run_all(Playbook())
     assert len(run.experiments()) == 3 and len(told) == 2
 
 
@@ -153,7 +194,7 @@ def test_a_proposer_that_waits_for_verdicts_is_not_hurried(run: Run) -> None:
             return [Proposal(source=source, rationale="x", tunables=tunables.values(source))]
 
     told: list[str] = []
-    result, _ = search_of(run, KnownJudge(), told, max_experiments=9).run_all(Patient())
+    result, _ = search_of(run, Watching(told), told, max_experiments=9).run_all(Patient())
     assert result.experiments == 4 and told == []
     assert "nothing left to try" in result.reason
 
@@ -290,7 +331,7 @@ def test_on_a_gpu_a_triton_candidate_is_judged_with_what_was_compiled_ahead(
     taken = {}
     with Judge("matmul", "triton", workloads, device="cuda") as judge, Ahead("cuda:0", workloads) as ahead:
         assert judge.evaluate(first).status == "passed"
-        for name, candidate in (("alone", changed(BLOCK_K=32)), ("ahead", changed(BLOCK_K=128))):
+        for name, candidate in (("alone", changed(GROUP=4)), ("ahead", changed(GROUP=16))):
             if name == "ahead":
                 assert ahead(candidate)
                 found = ahead.finished(120.0)
