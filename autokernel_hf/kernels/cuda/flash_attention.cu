@@ -153,15 +153,40 @@ __device__ __forceinline__ Seen seen_of(const Attention &a, const Problem &p, in
   return {(int)begin, (int)end};
 }
 
+__device__ __forceinline__ int64_t mask_place(const Attention &a, const Problem &p, int64_t row, int64_t key) {
+  return p.batch * a.mask_batch + p.head * a.mask_head + (p.q_start + row) * a.mask_row + (p.k_start + key) * a.mask_column;
+}
+
 // What the mask adds to a score: -inf where a bool mask hides.
 __device__ __forceinline__ float mask_at(const Attention &a, const Problem &p, int64_t row, int64_t key) {
-  const int64_t at = p.batch * a.mask_batch + p.head * a.mask_head + (p.q_start + row) * a.mask_row +
-                     (p.k_start + key) * a.mask_column;
+  const int64_t at = mask_place(a, p, row, key);
   switch (a.mask_dtype) {
     case AK_BOOL: return static_cast<const uint8_t *>(a.mask)[at] != 0 ? 0.0f : -INFINITY;
     case AK_F32: return static_cast<const float *>(a.mask)[at];
     case AK_F16: return to_float(static_cast<const Bits *>(a.mask)[at], false);
     default: return to_float(static_cast<const Bits *>(a.mask)[at], true);
+  }
+}
+
+// The mask of a warp's 16 rows and KEYS keys into its part of shared memory, as `added` makes of it; 0 outside of the first
+// `rows` and `keys`. Several loads are on their way at a time: one after the other they take longer than all else.
+template <int KEYS, int AT_ONCE, typename E, typename F>
+__device__ __forceinline__ void stage_mask(const E *mask, int64_t row_stride, int64_t column_stride, int64_t rows,
+                                           int64_t keys, float *tile, int stride, F added) {
+  static_assert(16 * KEYS % (32 * AT_ONCE) == 0, "a warp has whole groups of loads");
+#pragma unroll 1
+  for (int from = threadIdx.x % 32; from < 16 * KEYS; from += 32 * AT_ONCE) {
+    E raw[AT_ONCE];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      const int row = (from + 32 * u) / KEYS, key = (from + 32 * u) % KEYS;
+      raw[u] = row < rows && key < keys ? mask[row * row_stride + key * column_stride] : E();
+    }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      const int row = (from + 32 * u) / KEYS, key = (from + 32 * u) % KEYS;
+      tile[row * stride + key] = row < rows && key < keys ? added(raw[u]) : 0.0f;
+    }
   }
 }
 
@@ -343,12 +368,18 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
         if (!plain) {
           if (a.mask != NULL) {  // the warp reads its part of the mask row by row, and each lane picks its elements
             __syncwarp();
-#pragma unroll 1
-            for (int n = lane; n < 16 * S::keys; n += 32) {
-              const int64_t row = warp_top + 16 * i + n / S::keys, key = first + n % S::keys;
-              const bool inside = row < p.q_length && key < p.k_length;
-              mask[n / S::keys * S::mask_stride + n % S::keys] = inside ? mask_at(a, p, row, key) * to_log2 : 0.0f;
-            }
+            const int64_t row = warp_top + 16 * i, at = mask_place(a, p, row, first);
+            const auto stage = [&](auto *from, auto added) {
+              stage_mask<S::keys, WIDTH <= 64 ? 8 : 4>(from + at, a.mask_row, a.mask_column, p.q_length - row,
+                                                       p.k_length - first, mask, S::mask_stride, added);
+            };
+            if (a.mask_dtype == AK_BOOL)
+              stage(static_cast<const uint8_t *>(a.mask), [](uint8_t shown) { return shown != 0 ? 0.0f : -INFINITY; });
+            else if (a.mask_dtype == AK_F32)
+              stage(static_cast<const float *>(a.mask), [&](float value) { return value * to_log2; });
+            else
+              stage(static_cast<const Bits *>(a.mask),
+                    [&](Bits bits) { return to_float(bits, a.mask_dtype == AK_BF16) * to_log2; });
             __syncwarp();
           }
 #pragma unroll
