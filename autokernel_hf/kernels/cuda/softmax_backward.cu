@@ -142,10 +142,10 @@ __device__ __forceinline__ void include(State *state, const float (&x)[V], const
 
 template <typename T, int V>
 __device__ __forceinline__ void finish(T *y, const State &state, const float (&x)[V], const float (&g)[V]) {
-  const float zero = reference(state.max), mean = state.product / state.sum;
+  const float zero = reference(state.max), mean = state.product / state.sum, factor = 1.0f / state.sum;
   float v[V];
 #pragma unroll
-  for (int i = 0; i < V; i++) v[i] = exponential<T>(x[i] - zero) / state.sum * (g[i] - mean);
+  for (int i = 0; i < V; i++) v[i] = exponential<T>(x[i] - zero) * factor * (g[i] - mean);
   Raw<T, V> raw;
   raw.take(v);
   raw.store(y);
