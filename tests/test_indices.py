@@ -44,6 +44,8 @@ def test_a_product_of_a_programs_number_with_a_length_is_named() -> None:
         ("int64_t at = (int64_t)blockIdx.x * n;", []),
         ("int head = blockIdx.y * blockDim.z + threadIdx.z;", []),
         ("int block = blockIdx.x;", []),
+        ("const int tile = (int)blockIdx.x / splits, within = tile % (tiles_m * tiles_n);", []),
+        ("const int tile = blockIdx.x, at = max(blockIdx.x, 0) * n, other = f(a, b);", ["at"]),
         ("int count = (int)x->sizes[0];", []),
         ("// int at = blockIdx.x * n;", []),
     ],

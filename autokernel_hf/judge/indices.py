@@ -12,10 +12,9 @@ import re
 from autokernel_hf.records import Candidate
 
 _INT = r"(?:unsigned\s+int|unsigned|int32_t|uint32_t|int)"
-# An int that is made from a block's number, or from a tensor's sizes or strides, by a product.
-_C_PRODUCT = re.compile(
-    rf"\b(?:const\s+)?{_INT}\s+(\w+)\s*=\s*(?=[^;]*\*)(?=[^;]*\b(?:blockIdx|sizes|strides)\b)(?![^;]*int64_t\))[^;]*;"
-)
+# A declaration of ints; and what each is made from: a block's number, or a tensor's sizes or strides.
+_C_INTS = re.compile(rf"\b(?:const\s+)?{_INT}\s+(\w+\s*=[^;]*);")
+_C_ORIGIN = re.compile(r"\b(?:blockIdx|sizes|strides)\b")
 
 # A thread's number in a dimension of the grid that has at most 65535 blocks, of at most 1024 threads.
 _SMALL = re.compile(r"\bblockIdx\.[yz]\s*\*\s*blockDim\.[xyz]")
@@ -28,7 +27,7 @@ def notes_on(candidate: Candidate) -> tuple[str, ...]:
     if candidate.backend == "triton":
         found = _in_python(candidate.source)
     else:
-        found = [m[1] for m in _C_PRODUCT.finditer(_SMALL.sub("0", _without_comments(candidate.source)))]
+        found = _in_c(_SMALL.sub("0", _without_comments(candidate.source)))
     if not found:
         return ()
     names = ", ".join(dict.fromkeys(found))
@@ -36,6 +35,29 @@ def notes_on(candidate: Candidate) -> tuple[str, ...]:
         f"Index arithmetic in 32 bits may overflow in tensors of more than 2^31 elements: {names}. Compute offsets in "
         "64 bits.",
     )
+
+
+def _in_c(source: str) -> list[str]:
+    """Names of ints that are made by a product in 32 bits: `int at = blockIdx.x * n, other = ...;`."""
+    found = []
+    for declaration in _C_INTS.finditer(source):
+        for part in _at_top_level(declaration[1]):
+            name, _, value = part.partition("=")
+            if "*" in value and _C_ORIGIN.search(value) and "int64_t)" not in value:
+                found.append(name.strip())
+    return found
+
+
+def _at_top_level(text: str) -> list[str]:
+    """The parts between commas that no bracket encloses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _without_comments(source: str) -> str:
