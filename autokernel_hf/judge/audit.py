@@ -125,7 +125,19 @@ def _is_allowed(name: str) -> bool:
 
 _TORCH = Path(torch.__file__).parent
 _JUDGE = __package__
-_HARNESS = ("arena", "audit", "bands", "child", "compiled", "device_memory", "graphs", "l2", "launches", "messages", "turn")
+_HARNESS = (
+    "arena",
+    "audit",
+    "bands",
+    "child",
+    "compiled",
+    "device_memory",
+    "graphs",
+    "l2",
+    "launches",
+    "messages",
+    "turn",
+)
 # Modules that must stay in their places: a candidate that swaps one is found by the next who imports it.
 _ROOTS = frozenset(
     {"autokernel_hf", "builtins", "gc", "json", "os", "socket", "struct", "sys", "time", "torch", "triton"}
