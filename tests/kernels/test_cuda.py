@@ -169,6 +169,50 @@ def test_starter_keeps_to_its_stream_and_its_libraries(name: str) -> None:
     assert 2 <= len(tunables.parse(source)) <= 8
 
 
+NORMS = ("rmsnorm", "layernorm", "add_norm")
+ELEMENTWISE = ("activation", "gated_activation", "activation_backward", "gated_activation_backward")
+GRADIENTS_OF_ROWS = ("softmax_backward", "rmsnorm_backward", "layernorm_backward")
+ROTARY = ("rotary_embedding", "rotary_embedding_backward")
+CROSS_ENTROPY = ("cross_entropy", "cross_entropy_backward")
+# What stands in several starters: from where to where, and in which.
+SHARED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "// A 32-bit word of elements",
+        "template <typename T>\nconstexpr int kPack",
+        (*NORMS, "softmax", "reduce", *ELEMENTWISE, *GRADIENTS_OF_ROWS, *ROTARY, *CROSS_ENTROPY),
+    ),
+    ("template <typename T>\nconstexpr int kPack", "// A row cut where", (*NORMS, "softmax")),
+    ("// A row cut where memory has", "\n};\n", (*NORMS, "softmax")),
+    ("// A weight or bias of x's dtype", "constexpr int kSlots", NORMS),
+    ("constexpr int kSlots", "// A cluster of blocks", NORMS),
+    ("// A cluster of blocks, on devices", "#endif", (*NORMS, "softmax")),
+    ("// A parameter's packs for those", "\n};\n", NORMS),
+    ("bool rows_of(", "\n}\n", NORMS),
+    ("bool rows_of(", "\n}\n", ELEMENTWISE),
+    ("bool rows_of(", "\n}\n", GRADIENTS_OF_ROWS),
+    ("bool parameter_of(", "\n}\n", NORMS),
+    ("int lanes_for(", "\n}\n", (*NORMS, "softmax", "reduce")),
+    ("bool has_clusters(", "\n}\n", (*NORMS, "softmax", "reduce")),
+    ("int launch_clusters(", "\n}\n", (*NORMS, "softmax", "reduce")),
+    ("bool same_phase(", "\n}\n", NORMS),
+    ("// Adds the squares of deviations", "\n}\n", ("layernorm", "add_norm")),
+)
+
+
+@pytest.mark.parametrize(("first", "end", "names"), SHARED)
+def test_what_starters_share_is_the_same_text_in_all_of_them(
+    first: str, end: str, names: tuple[str, ...]
+) -> None:
+    """A candidate is one file, so the starters repeat what they share; a repair must reach them all."""
+
+    def part(name: str) -> str:
+        source = source_of(name)
+        start = source.index(first)
+        return source[start : source.index(end, start)]
+
+    assert len({part(name) for name in names}) == 1
+
+
 @needs_nvcc
 @pytest.mark.parametrize(
     "arch", [pytest.param(a, marks=[] if a == "sm_90a" else pytest.mark.slow) for a in ARCHS]
