@@ -10,12 +10,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from autokernel_hf.errors import ToolMissingError, first_line, last_words
 from autokernel_hf.records import Record
+
+if TYPE_CHECKING:
+    from autokernel_hf.toolchain import Tool
 
 # transformers' own gate on `kernels`, which it does not declare as a dependency: outside it every hook is a silent
 # no-op. Read from `KERNELS_MIN_VERSION` and `KERNELS_MAX_VERSION` of each release.
@@ -162,12 +166,16 @@ def _gxx() -> Check:
     """The C++ compiler that builds would use (`CXX`, or g++), with the programs that read what it makes."""
     from autokernel_hf.toolchain import gxx, need_binutils
 
+    return _compiler("g++", gxx, need_binutils)
+
+
+def _compiler(name: str, find: Callable[[], Tool], need: Callable[[], None] = lambda: None) -> Check:
     try:
-        found = gxx()
-        need_binutils()
+        found = find()
+        need()
     except ToolMissingError as error:
-        return Check(name="g++", ok=False, detail=error.message, remedy=error.remedy)
-    return Check(name="g++", ok=True, detail=found.version)
+        return Check(name=name, ok=False, detail=error.message, remedy=error.remedy)
+    return Check(name=name, ok=True, detail=found.version)
 
 
 def _version(path: str) -> str:
@@ -177,19 +185,10 @@ def _version(path: str) -> str:
 
 
 def _nvcc() -> Check:
-    path = shutil.which("nvcc") or shutil.which(
-        "nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"
-    )
-    if path is None:
-        return Check(
-            name="nvcc",
-            ok=False,
-            detail="not found",
-            remedy="Install the CUDA toolkit, or work with triton and cpp only.",
-        )
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    release = next((line for line in done.stdout.splitlines() if "release" in line), path)
-    return Check(name="nvcc", ok=True, detail=release.strip())
+    """The CUDA compiler that builds would use."""
+    from autokernel_hf.toolchain import nvcc
+
+    return _compiler("nvcc", nvcc)
 
 
 def _ncu() -> Check:
