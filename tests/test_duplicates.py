@@ -311,7 +311,7 @@ def test_what_was_wrong_is_judged_again_though_its_timed_calls_are_the_same(run:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "idle"), [("triton", "LONGEST"), ("cuda", "")])
-def test_on_a_gpu_a_constant_that_the_calls_do_not_reach_is_not_timed(backend: Backend, idle: str) -> None:
+def test_on_a_gpu_code_that_was_judged_before_is_not_timed(backend: Backend, idle: str) -> None:
     """Of CUDA C++ all code counts, so that the same source is the only certain duplicate.
 
     Words alone are of no effect, but a linker may place strings by the names that hold a source's hash, and so move
