@@ -2,6 +2,7 @@
 
     python benchmarks/whole_models.py cpu --out benchmarks/results/whole-models-cpu.json
     python benchmarks/whole_models.py cuda --budget 480 --out benchmarks/results/whole-models-h200.json
+    python benchmarks/whole_models.py cuda --only "llama-1b 1x512" --run RUN --out FILE     # a run that has ended
 
 Each model is one `optimize --json` in a process of its own; its record goes into the file as it is, with the seconds
 that every experiment took. Models that do not fit the budget are named as not run. Cases that the file has already and
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 CASES: dict[str, list[tuple[str, list[str]]]] = {
     "cpu": [
@@ -51,25 +53,52 @@ def run_case(arguments: list[str], device: str, timeout_s: float, log: Path) -> 
                 return {"not_finished_after_s": round(timeout_s), "experiments": experiments_of(Path(folder))}
         seconds = time.monotonic() - started
         record = json.loads(done.stdout) if done.stdout.strip() else {"error": f"exit code {done.returncode}"}
-        experiments = experiments_of(Path(folder))
-        # Where it ran is nobody's business.
-        record.pop("run_dir", None)
-        for package in record.get("packages", []):
-            package["path"] = Path(package["path"]).name
-        asked = [a for a in command[4:] if a != folder and a != "--out"]
-        return {
-            "arguments": asked,
-            "date": time.strftime("%Y-%m-%d"),
-            "seconds": round(seconds, 1),
-            "record": record,
-            "experiments": experiments,
-        }
+        asked = [a for a in command[3:] if a != folder and a != "--out"]
+        return case_of(asked, time.strftime("%Y-%m-%d"), seconds, record, experiments_of(Path(folder)))
 
 
-def experiments_of(folder: Path) -> list[dict[str, object]]:
-    """What a run's ledger says of its experiments, and the seconds that each took."""
+def case_of(
+    asked: list[str], date: str, seconds: float, record: dict[str, Any], experiments: list[dict[str, object]]
+) -> dict[str, object]:
+    """What the result file holds of a case, whoever started it. Where it ran is nobody's business."""
+    record.pop("run_dir", None)
+    for package in record.get("packages", []):
+        package["path"] = Path(package["path"]).name
+    return {
+        "arguments": asked,
+        "date": date,
+        "seconds": round(seconds, 1),
+        "record": record,
+        "experiments": experiments,
+    }
+
+
+def ended_run(folder: Path) -> dict[str, object]:
+    """The case of a run that has ended: its result, and the settings that it was started with."""
+    record = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    profile = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    spec = settings["spec"]
+    options = {
+        "--dtype": spec["dtype"],
+        "--input-shape": ",".join(map(str, spec["input_shape"])) if spec["input_shape"] else None,
+        "--device": spec["device"],
+        "--backend": settings["backend"],
+        "--top": settings["top"],
+        "--max-experiments": settings["max_experiments"],
+        "--budget": f"{settings['budget_s']:g}s" if settings["budget_s"] is not None else None,
+    }
+    asked = ["optimize", spec["model"]]
+    asked += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    asked += ["--random-weights"] if spec["random_weights"] else []
+    date = profile["device"]["date"][:10]
+    return case_of(asked, date, record["seconds"], record, experiments_of(folder.parent, folder.name))
+
+
+def experiments_of(folder: Path, run: str = "*") -> list[dict[str, object]]:
+    """What the ledgers of runs in a folder say of their experiments, and the seconds that each took."""
     found = []
-    for path in folder.glob("*/ledger.jsonl"):
+    for path in folder.glob(f"{run}/ledger.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             event = json.loads(line)
             if event["event"] == "judged":
@@ -88,6 +117,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="run the cases whose name contains this")
+    parser.add_argument("--run", type=Path, help="a run that has ended, for the one case that --only names")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for all cases")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--top", type=int, help="targets a model, where it is not the case's own")
@@ -95,6 +125,11 @@ def main() -> None:
         "--max-experiments", type=int, help="experiments a target, where it is not the case's own"
     )
     arguments = parser.parse_args()
+    if (
+        arguments.run is not None
+        and len([n for n, _ in CASES[arguments.device] if (arguments.only or "") in n]) != 1
+    ):
+        parser.error("--run needs --only with a part of one case's name")
     started = time.monotonic()
     results: dict[str, object] = {}
     known = json.loads(arguments.out.read_text(encoding="utf-8"))["cases"] if arguments.out.exists() else {}
@@ -103,13 +138,17 @@ def main() -> None:
         if arguments.only and arguments.only not in name:
             continue
         left = arguments.budget - (time.monotonic() - started)
-        if left < 30:
+        if arguments.run is None and left < 30:
             results[name] = {"not_run": "the budget was spent"}
             continue
         more = ["--backend", arguments.backend]
         more += ["--top", str(arguments.top)] if arguments.top else []
         more += ["--max-experiments", str(arguments.max_experiments)] if arguments.max_experiments else []
-        results[name] = run_case([*case, *more], arguments.device, left, log)
+        results[name] = (
+            ended_run(arguments.run)
+            if arguments.run is not None
+            else run_case([*case, *more], arguments.device, left, log)
+        )
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         document = {
             "what": "autokernel-hf optimize --random-weights, one run a model",
