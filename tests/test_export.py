@@ -151,7 +151,7 @@ def test_the_variant_is_byte_for_byte_the_judged_folder(built: Built, package: P
     assert f"{built.id}.abi3.so" in shipped
     assert f'"id": "{built.id}"'.encode() in metadata
     assert package.functions == ("rmsnorm",)
-    assert package.layers == ("RMSNorm", "TorchRMSNorm", "GemmaRMSNorm")
+    assert package.layers == ("RMSNorm", "TorchRMSNorm", "GemmaRMSNorm", "T5LayerNorm")
 
 
 def test_kernels_own_parsers_accept_metadata_digest_and_build_description(package: Package) -> None:

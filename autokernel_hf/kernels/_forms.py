@@ -27,8 +27,8 @@ class _NotAnExpressionError(Exception):
 def forward_form(cls: type[nn.Module]) -> str | None:
     """The canonical spelling of what `cls.forward` returns, or None where it is not one expression of its arguments.
 
-    Arguments are called x0, x1, ...; local names are replaced by what they stand for; own methods are inlined;
-    modules are spelled in full (`torch.nn.functional`); the factors of a product are in alphabetical order, which
+    Arguments are called x0, x1, ...; local names are replaced by what they stand for, also where an `if` without an
+    `else` gives them another value (a conditional expression then); own methods are inlined; modules are spelled in full (`torch.nn.functional`); the factors of a product are in alphabetical order, which
     changes no bit of it.
     """
     if cls not in _FORMS:
@@ -90,19 +90,48 @@ def _expression(function: ast.FunctionDef, names: Mapping[str, Any], cls: type[n
                 raise _NotAnExpressionError("code after a return")
             result: ast.expr = _Substitute(known, names, cls).visit(statement.value)
             return result
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            raise _NotAnExpressionError(f"a statement {type(statement).__name__}")
-        value: ast.expr = _Substitute(known, names, cls).visit(statement.value)
-        target = statement.targets[0]
-        if isinstance(target, ast.Name):
-            known[target.id] = value
-        elif isinstance(target, ast.Tuple) and all(isinstance(part, ast.Name) for part in target.elts):
-            for i, part in enumerate(target.elts):
-                assert isinstance(part, ast.Name)
-                known[part.id] = ast.Subscript(value, ast.Constant(i), ast.Load())
+        if isinstance(statement, ast.If):
+            known |= _conditional(statement, known, names, cls)
         else:
-            raise _NotAnExpressionError("an assignment to something else than names")
+            known |= _assigned(statement, known, names, cls)
     raise _NotAnExpressionError("no return")
+
+
+def _assigned(
+    statement: ast.stmt,
+    known: Mapping[str, ast.expr],
+    names: Mapping[str, Any],
+    cls: type[nn.Module] | None,
+) -> dict[str, ast.expr]:
+    """What an assignment gives its names to stand for."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        raise _NotAnExpressionError(f"a statement {type(statement).__name__}")
+    value: ast.expr = _Substitute(known, names, cls).visit(statement.value)
+    target = statement.targets[0]
+    if isinstance(target, ast.Name):
+        return {target.id: value}
+    if isinstance(target, ast.Tuple) and all(isinstance(part, ast.Name) for part in target.elts):
+        return {
+            part.id: ast.Subscript(value, ast.Constant(i), ast.Load())
+            for i, part in enumerate(target.elts)
+            if isinstance(part, ast.Name)
+        }
+    raise _NotAnExpressionError("an assignment to something else than names")
+
+
+def _conditional(
+    statement: ast.If, known: Mapping[str, ast.expr], names: Mapping[str, Any], cls: type[nn.Module] | None
+) -> dict[str, ast.expr]:
+    """What names stand for after an `if` that gives some of them another value."""
+    if statement.orelse:
+        raise _NotAnExpressionError("an else")
+    test: ast.expr = _Substitute(known, names, cls).visit(statement.test)
+    inside: dict[str, ast.expr] = {}
+    for step in statement.body:
+        inside |= _assigned(step, {**known, **inside}, names, cls)
+    if any(name not in known for name in inside):
+        raise _NotAnExpressionError("a name that only an if gives a value")
+    return {name: ast.IfExp(copy.deepcopy(test), value, known[name]) for name, value in inside.items()}
 
 
 # These bind names of their own, or do not compute once.

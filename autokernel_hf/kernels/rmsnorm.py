@@ -120,6 +120,19 @@ _GEMMA = (
 )
 
 
+# T5 and nine families that copy it. The output has the weight's dtype, whatever the input's is.
+_T5 = (
+    form("""
+        def forward(self, x):
+            variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            normed = x * torch.rsqrt(variance + self.variance_epsilon)
+            if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                normed = normed.to(self.weight.dtype)
+            return self.weight * normed
+    """),
+)
+
+
 def _computes(forms: tuple[str, ...], module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 1 and forward_form(type(module)) in forms
@@ -217,6 +230,9 @@ KERNEL_TYPE = KernelType(
             name="GemmaRMSNorm",
             hook="GemmaRMSNorm",
             find=_sites("GemmaRMSNorm", lambda m: _computes(_GEMMA, m)),
+        ),
+        Layer(
+            name="T5LayerNorm", hook="T5LayerNorm", find=_sites("T5LayerNorm", lambda m: _computes(_T5, m))
         ),
     ),
     cut=lambda workload: ("x",) if len(workload.tensor("x").shape) > 1 else (),

@@ -395,8 +395,8 @@ SITES: dict[str, dict[str, dict[str, int]]] = {
         "layernorm": {"LayerNorm": 5},
         "add_norm": {"AddLayerNorm": 4},
     },
-    # Its norm casts by its weight's dtype, its MLPs have other names and a dropout.
-    "T5": {"activation": {"ReLU": 4}},
+    # Its MLPs have other names and a dropout.
+    "T5": {"activation": {"ReLU": 4}, "rmsnorm": {"T5LayerNorm": 12}},
     "OPT": {"activation": {"ReLU": 2}, "layernorm": {"LayerNorm": 5}},
 }
 
@@ -421,13 +421,14 @@ def test_sites_are_named_by_their_path_in_the_model() -> None:
 
 def run(model: nn.Module) -> Tensor:
     ids = torch.arange(24).reshape(2, 12) * 2 + 1
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        output: Tensor = model(input_ids=ids).last_hidden_state
+        output: Tensor = model(input_ids=ids, **decoder).last_hidden_state
     return output
 
 
 # Where the families round as the references do; the others differ in the last bit of 16-bit dtypes only.
-EXACT = [(family, dtype) for family in SITES if family != "T5" for dtype in (torch.float32, torch.bfloat16)]
+EXACT = [(family, dtype) for family in SITES for dtype in (torch.float32, torch.bfloat16)]
 EXACT.remove(("Olmo2", torch.bfloat16))
 
 
@@ -536,8 +537,41 @@ def found_in(name: str, *modules: nn.Module) -> list[str]:
 
 
 def test_a_norm_of_the_same_name_that_computes_otherwise_is_not_found() -> None:
-    assert found_in("rmsnorm", SameNameRMSNorm(), T5LayerNorm(8), nn.RMSNorm((4, 8))) == []
+    class UncastLayerNorm(T5LayerNorm):
+        """As T5's, but that the weight's dtype is asked for by another condition."""
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+            if self.weight.dtype in [torch.float16]:
+                hidden_states = hidden_states.to(self.weight.dtype)
+            return self.weight * hidden_states
+
+    assert found_in("rmsnorm", SameNameRMSNorm(), UncastLayerNorm(8), nn.RMSNorm((4, 8))) == []
     assert found_in("rmsnorm", nn.RMSNorm(8, eps=1e-6), LlamaRMSNorm(8)) == ["RMSNorm", "TorchRMSNorm"]
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS)
+@pytest.mark.parametrize("weight_dtype", FLOATS)
+def test_t5_s_norm_gives_the_weight_s_dtype_whatever_its_input_has(
+    x_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    """In float16 a T5 keeps its down projections in float32, and so half of what its norms read."""
+    module, x = T5LayerNorm(48), samples(x_dtype, 7, 48)
+    nn.init.normal_(module.weight)
+    module.to(weight_dtype)
+    asked: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        asked.append((x.dtype, weight.dtype))
+        return kernel_type("rmsnorm").reference(x=x, weight=weight, eps=eps)[0]
+
+    ours = layer_class("rmsnorm", "T5LayerNorm", op).forward(module, x)
+    theirs = module(x)
+    assert ours.dtype == theirs.dtype == weight_dtype
+    torch.testing.assert_close(ours, theirs, rtol=2 * torch.finfo(weight_dtype).eps, atol=0)
+    # What the schema promises: parameters in x's dtype or in float32.
+    assert asked == [(x_dtype, x_dtype) if x_dtype == weight_dtype else (torch.float32, torch.float32)]
 
 
 def test_only_an_mlp_that_is_the_expression_is_found() -> None:
@@ -592,11 +626,47 @@ def test_a_form_does_not_depend_on_names_steps_and_methods() -> None:
     assert forward_form(module_of([scale, forward])) == spelled
 
 
+def test_an_if_without_an_else_is_a_conditional_expression() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x * self.scale
+        if self.scale > 2:
+            y = y + x
+            y = y * 3
+        return y.sum()
+
+    def otherwise(self: Any, x: Tensor) -> Tensor:
+        y = x * self.scale
+        if self.scale > 2:
+            y = y + x
+            y = y * 4
+        return y.sum()
+
+    spelled = form(
+        "def forward(self, x):\n"
+        "    return ((x * self.scale + x) * 3 if self.scale > 2 else x * self.scale).sum()"
+    )
+    assert forward_form(module_of([forward])) == spelled
+    otherwise.__name__ = "forward"
+    assert forward_form(module_of([otherwise])) not in (spelled, None)
+
+
 def test_more_than_an_expression_has_no_form() -> None:
     def branching(self: Any, x: Tensor) -> Tensor:
         if self.training:
             return x
         return x * 2
+
+    def choosing(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            y = x
+        else:
+            y = x * 2
+        return y
+
+    def undefined(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            y = x
+        return y
 
     def optional(self: Any, x: Tensor, scale: float = 1.0) -> Tensor:
         return x * scale
@@ -608,7 +678,7 @@ def test_more_than_an_expression_has_no_form() -> None:
         x += 1
         return x
 
-    for function in (branching, optional, looping, inplace):
+    for function in (branching, choosing, undefined, optional, looping, inplace):
         function.__name__ = "forward"
         assert forward_form(module_of([function])) is None
     with pytest.raises(ValueError, match="not one expression"):

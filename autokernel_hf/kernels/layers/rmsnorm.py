@@ -40,3 +40,19 @@ class GemmaRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rmsnorm(x, self.weight, self.eps, 1.0)
+
+
+class T5LayerNorm(nn.Module):
+    """T5's norm, which has no mean and no bias either: the output has the weight's dtype."""
+
+    can_torch_compile = True
+    has_backward = False
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if hidden_states.dtype == weight.dtype:
+            return rmsnorm(hidden_states, weight, self.variance_epsilon)
+        # In float16 a T5 keeps its down projections, and so the sums that come from them, in float32.
+        return rmsnorm(hidden_states.float(), weight.float(), self.variance_epsilon).to(weight.dtype)
