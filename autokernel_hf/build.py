@@ -44,7 +44,7 @@ __all__ = ["build", "cache_root", "compile_only", "cpu_levels", "load"]
 
 log = logging.getLogger(__name__)
 
-_RESOURCES = "resources.json"
+_RESOURCES, _MACHINE_CODE = "resources.json", "machine_code"  # beside the variant
 _CACHE_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 DEFAULT_CUDA_ARCHS = ("9.0a",)
 
@@ -93,6 +93,7 @@ def build(
         variant=recipe.variant,
         archs=recipe.archs,
         resources=Resources.load(folder / _RESOURCES),
+        machine_code=code.read_text(encoding="utf-8") if (code := folder / _MACHINE_CODE).exists() else None,
         seconds=time.monotonic() - started,
         cached=cached,
     )
@@ -389,7 +390,9 @@ def _make(recipe: Recipe, folder: Path) -> None:
     resources = Resources()
     if recipe.job is not None:
         with native.workplace(recipe.job, folder) as work:
-            resources = native.compile_library(recipe.job, work)
+            resources, code = native.compile_library(recipe.job, work)
+            if code is not None:
+                (folder / _MACHINE_CODE).write_text(code, encoding="utf-8")
             shutil.copyfile(work / f"{recipe.id}.abi3.so", made / f"{recipe.id}.abi3.so")
             (made / f"{recipe.id}.abi3.so").chmod(0o755)
     resources.save(folder / _RESOURCES)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from autokernel_hf import binding, toolchain
+from autokernel_hf import binding, machine_code, toolchain
 from autokernel_hf.cache import cache_root, folder_once
 from autokernel_hf.errors import AutokernelError, CandidateError, CompileError, ToolMissingError, UsageError
 from autokernel_hf.kernels.base import KernelType
@@ -81,8 +81,11 @@ def ingredients(backend: str) -> tuple[str, ...]:
     return (*compilers, *flags, *sources)
 
 
-def compile_library(job: Job, work: Path) -> Resources:
+def compile_library(job: Job, work: Path) -> tuple[Resources, str | None]:
     """Compile and link `<id>.abi3.so` in a folder of its own.
+
+    Returns:
+        What the compiler says of the kernel, and the digest of the candidate's machine code where it can be told.
 
     Raises:
         CandidateError, CompileError, ToolMissingError: It does not compile, or there is no compiler.
@@ -92,7 +95,15 @@ def compile_library(job: Job, work: Path) -> Resources:
     output = compile_objects(job, work, list(_link_edges(job, parts)))
     if job.candidate.backend == "cpp":
         _refuse_initializers(work / f"{_short(job.archs[-1]) if job.archs else 'only'}.o")
-    return toolchain.largest(toolchain.ptxas_uses(output))
+    code = machine_code.digest_of([work / name for name in _objects(job)])
+    return toolchain.largest(toolchain.ptxas_uses(output)), code
+
+
+def _objects(job: Job) -> tuple[str, ...]:
+    """The objects that the candidate itself becomes; the others are the same for all of its type."""
+    if job.candidate.backend == "cuda":
+        return ("cuda.o",)
+    return tuple(f"{_short(level)}.o" for level in job.archs) or ("only.o",)
 
 
 @contextmanager
@@ -337,13 +348,12 @@ def _link_edges(job: Job, parts: Path) -> Iterator[Edge]:
         f" -isystem {shlex.quote(toolchain.python_include())} -c module.c -o module.o",
     )
     if job.candidate.backend == "cuda":
-        objects: tuple[str, ...] = ("cuda.o",)
         libraries = f"-ltorch_cpu -ltorch_cuda {_cudart()}"
     else:
-        objects = tuple(f"{_short(level)}.o" for level in job.archs) or ("only.o",)
         # No libgomp: torch brings its own, under a name that differs among builds, and a second OpenMP runtime in one
         # process would have a second pool of threads. Its symbols are found through libtorch_cpu.
         libraries = "-ltorch_cpu"
+    objects = _objects(job)
     binding_object = shlex.quote(str(parts / "binding.o"))
     output = f"{job.id}.abi3.so"
     yield Edge(

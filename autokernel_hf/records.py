@@ -35,6 +35,7 @@ BenchStatus = Literal[
     "unsupported",
 ]
 StageStatus = Literal["passed", "failed", "skipped"]
+RunStatus = Literal["won", "no_speedup", "failed"]
 TargetStatus = Literal["won", "no_speedup", "failed", "skipped"]
 Decision = Literal["keep", "revert", "quarantine"]
 Interval = tuple[float, float]
@@ -308,6 +309,7 @@ class Built(Record):
     variant: str  # torch-cuda, torch-stable-abi211-cpu-x86_64-linux, ...
     archs: tuple[str, ...]  # 9.0a, x86-64-v3, ...
     resources: Resources
+    machine_code: str | None = None  # digest of the candidate's own, where it is compiled and could be read
     seconds: float
     cached: bool
 
@@ -548,10 +550,10 @@ class RunModel(Record):
 
 
 class RunRecord(Record):
-    """The outcome of `optimize`, as `--json` prints it."""
+    """The outcome of `optimize`, as `--json` prints it; in the run folder, with the verdict of the last verification."""
 
     schema_version: int = SCHEMA_VERSION
-    status: Literal["won", "no_speedup", "failed"]
+    status: RunStatus
     reason: str = ""
     run_dir: str
     model: RunModel

@@ -14,6 +14,7 @@ import pytest
 
 from autokernel_hf import tunables
 from autokernel_hf.agent import Playbook
+from autokernel_hf.build import build
 from autokernel_hf.evaluate import Judge
 from autokernel_hf.judge.launches import plain
 from autokernel_hf.kernels import kernel_type
@@ -26,49 +27,73 @@ from autokernel_hf.search import Limits, Search
 from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
 
 HOST = """
-namespace {{ const int kTwice = {constant}; }}
+namespace {{ const int kTwice = {constant}; int counts[2]; int others[2]; }}
 {comment}
-extern "C" int twice(int x) {{ return x * kTwice; }}
+extern "C" const char* twice(int* x) {{ x[0] *= kTwice; return {word}; }}
+extern "C" int count() {{ counts[0]++, others[0]++; return {counted}[1]++; }}
+extern "C" int another();
+extern "C" int more();
+extern "C" int call() {{ return {called}(); }}
 """
 KERNEL = """
 namespace {{
 {comment}
 constexpr int kTwice = {constant};
 constexpr int kUnused = {unused};
+__device__ float first, second;  // both are used, or only one would be there
+__constant__ float factors[2];
 __global__ void twice(float* x, int n) {{
   int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) x[i] *= kTwice;
+  if (i < n) x[i] = x[i] * kTwice * factors[0] + {variable};
+  if (n < 0) first = second = x[0];
 }}
 }}
-extern "C" void launch(float* x, int n) {{ twice<<<(n + {threads} - 1) / {threads}, {threads}>>>(x, n); }}
+static __global__ void thrice(float* x, int n) {{ if (n > 0) x[0] *= 3; }}
+extern "C" void launch(float* x, int n) {{
+  {kernel}<<<(n + {threads} - 1) / {threads}, {threads}, {shared}>>>(x, n);
+  thrice<<<1, 1>>>(x, n);
+}}
 """
 
 
-def built(tmp_path: Path, name: str, source: str, compiler: list[str]) -> Path:
-    """A library whose names hold a hash, as the build's do."""
+def compiled(tmp_path: Path, name: str, source: str, compiler: list[str]) -> Path:
+    """An object in a folder of its own, whose path is part of some names that nvcc makes up."""
     folder = tmp_path / name
     folder.mkdir()
     file = folder / f"unit{'.cu' if 'nvcc' in compiler[0] else '.cpp'}"
     file.write_text(source)
-    library = folder / "unit.so"
-    subprocess.run([*compiler, str(file), "-o", str(library)], check=True, capture_output=True)
-    return library
+    subprocess.run(
+        [*compiler, "-c", str(file), "-o", str(folder / "unit.o")], check=True, capture_output=True
+    )
+    return folder / "unit.o"
 
 
 def test_words_are_no_machine_code_and_constants_are(tmp_path: Path) -> None:
-    compiler = ["g++", "-O3", "-shared", "-fPIC"]
-    first = digest_of(built(tmp_path, "a", HOST.format(constant=2, comment=""), compiler))
+    plain_ = {"constant": 2, "comment": "", "word": '"a"', "counted": "counts", "called": "another"}
+
+    def found(name: str, **changed: object) -> str | None:
+        source = HOST.format(**(plain_ | changed))
+        return digest_of([compiled(tmp_path, name, source, ["g++", "-O3", "-fPIC"])])
+
+    first = found("a")
     assert first is not None
-    same = HOST.format(constant=2, comment="// other words\n\n\n")
-    assert digest_of(built(tmp_path, "b", same, compiler)) == first
-    assert digest_of(built(tmp_path, "c", HOST.format(constant=3, comment=""), compiler)) != first
+    assert found("words", comment="// other words\n\n\n") == first
+    assert found("constant", constant=3) != first
+    assert found("string", word='"b"') != first, "a string is data"
+    assert found("variable", counted="others") != first, "the same instruction on another address"
+    assert found("call", called="more") != first, "the same instruction on another name"
 
 
-def test_what_is_no_library_has_no_digest(tmp_path: Path) -> None:
-    (tmp_path / "x.so").write_bytes(b"\x7fELF\x02\x01\x01" + bytes(90))
-    assert digest_of(tmp_path / "x.so") is None
-    (tmp_path / "y.so").write_bytes(b"neither")
-    assert digest_of(tmp_path / "y.so") is None
+def test_what_is_no_object_has_no_digest(tmp_path: Path) -> None:
+    (tmp_path / "x.o").write_bytes(b"\x7fELF\x02\x01\x01" + bytes(90))
+    assert digest_of([tmp_path / "x.o"]) is None
+    (tmp_path / "y.o").write_bytes(b"neither")
+    assert digest_of([tmp_path / "y.o"]) is None
+    good = compiled(tmp_path, "a", "int one() { return 1; }", ["g++", "-O3"])
+    assert digest_of([good]) is not None
+    assert digest_of([good, tmp_path / "y.o"]) is None
+    (tmp_path / "short.o").write_bytes(good.read_bytes()[:-200])
+    assert digest_of([tmp_path / "short.o"]) is None
 
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -77,26 +102,39 @@ NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def test_a_kernels_code_and_its_launches_are_machine_code_and_line_numbers_are_not(tmp_path: Path) -> None:
     assert NVCC is not None
-    compiler = [
-        NVCC,
-        "-O3",
-        "-lineinfo",
-        "-arch=sm_90",
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-    ]
-    plain_ = {"constant": 2, "unused": 1, "threads": 128, "comment": ""}
-    first = digest_of(built(tmp_path, "a", KERNEL.format(**plain_), compiler))
+    compiler = [NVCC, "-O1", "-lineinfo", "-arch=sm_90a", "-Xcompiler", "-fPIC"]
+    plain_ = {
+        "constant": 2, "unused": 1, "threads": 128, "shared": 0, "comment": "", "variable": "first", "kernel": "twice",
+    }  # fmt: skip
+    first = digest_of([compiled(tmp_path, "a", KERNEL.format(**plain_), compiler)])
     assert first is not None
     for name, changed, same in (
         ("words", {"comment": "// one\n// two\n"}, True),
         ("unused", {"unused": 7}, True),
         ("constant", {"constant": 3}, False),
         ("threads", {"threads": 256}, False),
+        ("shared", {"shared": 1024}, False),
+        ("variable", {"variable": "second"}, False),
+        ("kernel", {"kernel": "thrice"}, False),
     ):
-        found = digest_of(built(tmp_path, name, KERNEL.format(**(plain_ | changed)), compiler))
+        found = digest_of([compiled(tmp_path, name, KERNEL.format(**(plain_ | changed)), compiler)])
         assert found is not None and (found == first) is same, name
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_a_cuda_build_tells_the_machine_code_of_the_candidate() -> None:
+    source = starter_of("activation", "cuda")
+    assert source is not None
+    space = {t.name: t for t in tunables.parse(source)}
+    threads = next(v for v in space["kThreads"].choices if v != space["kThreads"].value)
+
+    def code(text: str) -> str | None:
+        return build(Candidate(kernel_type="activation", backend="cuda", source=text)).machine_code
+
+    first = code(source)
+    assert first is not None
+    assert code(source.replace("\n\n", "\n\n// other words, and another line\n", 1)) == first
+    assert code(tunables.substitute(source, {"kThreads": threads})) != first
 
 
 # --- Triton: compiled for a GPU that is not here, not launched ----------------------------------------------------
@@ -312,11 +350,7 @@ def test_what_was_wrong_is_judged_again_though_its_timed_calls_are_the_same(run:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "idle"), [("triton", "LONGEST"), ("cuda", "")])
 def test_on_a_gpu_code_that_was_judged_before_is_not_timed(backend: Backend, idle: str) -> None:
-    """Of CUDA C++ all code counts, so that the same source is the only certain duplicate.
-
-    Words alone are of no effect, but a linker may place strings by the names that hold a source's hash, and so move
-    addresses: then equal programs have two digests, and are timed twice. (Seen with the tools of an H200's image.)
-    """
+    """Of CUDA C++ all code counts, also that for calls which are not timed: there words alone are of no effect."""
     source = starter_of("rmsnorm", backend)
     assert source is not None
     candidate = Candidate(kernel_type="rmsnorm", backend=backend, source=source)
@@ -326,7 +360,8 @@ def test_on_a_gpu_code_that_was_judged_before_is_not_timed(backend: Backend, idl
         other = next(v for v in space[name].choices if v != space[name].value)
         return candidate.model_copy(update={"source": tunables.substitute(source, {name: other})})
 
-    same = changed(idle) if idle else candidate
+    words = candidate.model_copy(update={"source": source.replace("\n\n", "\n\n// other words\n", 1)})
+    same = changed(idle) if idle else words
     differs = changed("PER_THREAD" if backend == "triton" else "kThreads")
     workload = kernel_type("rmsnorm").build({"M": 512, "N": 2048}, "bfloat16", {})
     with Judge("rmsnorm", backend, [workload], device="cuda") as judge:

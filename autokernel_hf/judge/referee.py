@@ -11,11 +11,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from autokernel_hf import contract, gpu, machine_code
+from autokernel_hf import contract, gpu
 from autokernel_hf.errors import CandidateError, DeviceError, UsageError
 from autokernel_hf.judge import cases, huge, indices, replays, timing
 from autokernel_hf.judge.arena import Pool
@@ -195,7 +194,7 @@ class Referee:
                 child = fresh
                 child.load(built)
             sheet.resources, sheet.built_id = built.resources, built.id
-            sheet.library = next(Path(built.path).glob("*.so"), None)
+            sheet.machine_code = built.machine_code
             reason = self._judge(child, domain, request, sheet)
             status: BenchStatus = "passed"
         except Failed as failed:
@@ -285,10 +284,8 @@ class Referee:
         Raises:
             _Verdict: It is known: there is nothing left to judge.
         """
-        with sheet.phase("machine code"):
-            if sheet.library is not None:
-                sheet.machine_code = machine_code.digest_of(sheet.library)
-            else:
+        if request.candidate is not None and request.candidate.backend == "triton":
+            with sheet.phase("machine code"):
                 sheet.machine_code = self._launches(child, domain)
         if sheet.machine_code in request.known:
             raise _Verdict("passed", "The same machine code as one that was judged before.")

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from autokernel_hf.judge.cases import STAGES, Stage
 from autokernel_hf.judge.replays import WarmTimes
@@ -42,7 +41,6 @@ class Sheet:
     resources: Resources = Resources()
     built_id: str | None = None
     machine_code: str | None = None
-    library: Path | None = None
     peak_bytes: int | None = None
     confirmed: bool = False
     phases: list[tuple[str, float]] = field(default_factory=list)
