@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from autokernel_hf.hub_client import (
     refuse_broken_telemetry,
     remember,
     retrying,
+    sends_by_xet,
     snapshot,
     token,
     unfinished,
@@ -238,6 +240,8 @@ def _commit(
         )
         there = [item.path for item in tree if hasattr(item, "blob_id")]
         stale = [p for p in there if p not in contents and p.startswith(tuple(owned))]
+        # The client sends what it is given as a stream without Xet.
+        given = bytes if retrying(lambda: sends_by_xet(repo_id, branch)) else io.BytesIO
         # The operations are made anew for each try: the client marks them as used.
         commit = retrying(
             lambda: client.create_commit(
@@ -246,7 +250,7 @@ def _commit(
                 revision=branch,
                 commit_message=title,
                 operations=[
-                    *(CommitOperationAdd(path, content) for path, content in sorted(contents.items())),
+                    *(CommitOperationAdd(path, given(data)) for path, data in sorted(contents.items())),
                     *(CommitOperationDelete(path) for path in stale),
                 ],
             )

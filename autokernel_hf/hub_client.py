@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import re
@@ -101,6 +102,28 @@ def need_kernel_uploads() -> None:
         )
 
 
+def sends_by_xet(repo_id: str, branch: str) -> bool:
+    """Whether large files of a commit travel by Xet: the client here can, it is not switched off, and the Hub does.
+
+    The client asks no Hub beforehand, and calls one that knows nothing of Xet unreachable.
+
+    Raises:
+        HfHubHTTPError: The Hub refuses the upload, or has a fault.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    if constants.HF_HUB_DISABLE_XET or importlib.util.find_spec("hf_xet") is None:
+        return False
+    url = f"{endpoint()}/api/kernels/{repo_id}/xet-write-token/{branch}"
+    answer = get_session().get(url, headers=build_hf_headers())
+    if answer.status_code == 404:
+        logger.debug("%s has no Xet: large files go through Git LFS", endpoint())
+        return False
+    hf_raise_for_status(answer)
+    return True
+
+
 def is_true(value: str | None) -> bool:
     """How the ecosystem reads a switch in the environment."""
     return value is not None and value.upper() in ("1", "ON", "YES", "TRUE")
@@ -158,6 +181,13 @@ def friendly(doing: str, repo_id: str) -> Iterator[None]:
             f"{repo_id!r} is not the name of a repository.", remedy="Write it as namespace/name."
         ) from error
     except (LocalEntryNotFoundError, *unreachable) as error:
+        # So hf_xet tells that its store refused, or gave up.
+        status = re.search(r"HTTP status (?:client|server) error \((\d+[^)]*)\)", str(error))
+        if status is not None:
+            raise HubError(
+                f"Cannot {doing}: the Hub's store of large files answers {status[1]}.",
+                remedy="Try again; HF_HUB_DISABLE_XET=1 makes large files travel without that store.",
+            ) from error
         raise HubError(
             f"Cannot {doing}: {endpoint()} cannot be reached ({type(error).__name__}).",
             remedy="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE.",

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.xet_store import XetError, XetStore
 
 LFS_THRESHOLD_BYTES = 5_000_000
 BINARY_SUFFIXES = (".so", ".safetensors", ".bin", ".gguf", ".png", ".pt")
@@ -193,14 +196,17 @@ class HubServer:
 
     Args:
         lfs: How uploaded binaries travel: through LFS (True) or inside the commit.
+        xet: Whether LFS files also travel by Xet, with clients that can; others still use LFS.
         trusted: Organizations whose kernels load without `trust_remote_code`.
     """
 
     TOKEN = "hf_loopback_write"
     USER = "tester"
 
-    def __init__(self, *, lfs: bool = True, trusted: Sequence[str] = ()) -> None:
+    def __init__(self, *, lfs: bool = True, xet: bool = False, trusted: Sequence[str] = ()) -> None:
         self.lfs = lfs
+        self.xet = XetStore() if xet else None
+        self.xet_tokens: dict[str, str] = {}  # what each token of the store allows: read or write
         self.trusted = frozenset(trusted)
         self.repos: dict[tuple[str, str], Repo] = {}
         self.aliases: dict[str, str] = {}
@@ -331,7 +337,7 @@ class HubServer:
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home / "huggingface"),
             "HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_XET": "0" if self.xet is not None else "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_ETAG_TIMEOUT": "20",
             "OMP_NUM_THREADS": "1",
@@ -380,6 +386,7 @@ class HubServer:
 _ID = r"(?P<id>[\w.-]+/[\w.-]+|[\w.-]+)"
 _API = rf"^/api/(?P<kind>model|kernel)s/{_ID}"
 _FILES = rf"^/(?P<kernel>kernels/)?{_ID}"
+_HASH = r"(?P<name>[0-9a-f]{64})"
 
 _ROUTES: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
     (method, re.compile(pattern), name)
@@ -397,6 +404,11 @@ _ROUTES: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("POST", _FILES + r"\.git/info/lfs/objects/batch$", "lfs_batch"),
         ("PUT", r"^/lfs/(?P<oid>[0-9a-f]{64})$", "lfs_upload"),
         ("POST", r"^/lfs/(?P<oid>[0-9a-f]{64})/verify$", "lfs_verify"),
+        ("GET", _API + r"/xet-(?P<scope>read|write)-token/(?P<rev>.+)$", "xet_token"),
+        ("POST", rf"^/xet/v1/xorbs/default/{_HASH}$", "xet_xorb"),
+        ("POST", r"^/xet/(v1/)?shards$", "xet_shard"),
+        ("GET", rf"^/xet/v1/reconstructions/{_HASH}$", "xet_recipe"),
+        ("GET", rf"^/xet/data/{_HASH}$", "xet_data"),
         ("GET", _FILES + r"/resolve/(?P<rev>[^/]+)/(?P<path>.+)$", "resolve"),
         ("HEAD", _FILES + r"/resolve/(?P<rev>[^/]+)/(?P<path>.+)$", "resolve"),
         ("GET", _API + r"$", "info"),
@@ -478,7 +490,12 @@ class _Handler(BaseHTTPRequestHandler):
         header = self.headers.get("Authorization", "")
         if not header:
             return None
-        token = self.hub.tokens.get(header.removeprefix("Bearer "))
+        word = header.removeprefix("Bearer ")
+        if self.path.startswith("/xet/"):
+            if word not in self.hub.xet_tokens:
+                raise _Refused(401, "not a token of this store")
+            return None
+        token = self.hub.tokens.get(word)
         if token is None:
             raise _Refused(401, "Invalid credentials in Authorization header")
         return token
@@ -716,6 +733,70 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(404, "no such object")
         self._json({})
 
+    # Xet.
+
+    def _store(self, scope: str | None = None) -> XetStore:
+        """The store, for who may use it so."""
+        if self.hub.xet is None:
+            raise _Refused(404, "Not Found")
+        allowed = self.hub.xet_tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        if scope is not None and (allowed is None or (scope == "write" and allowed != "write")):
+            raise _Refused(403, f"this token may not {scope}")
+        return self.hub.xet
+
+    def _xet_token(self, kind: str, id: str, scope: str, rev: str) -> None:
+        self._store()
+        repo = self._writable(kind, id) if scope == "write" else self._repo(kind, id)
+        self._revision(repo, rev)
+        word, until = f"xet_{scope}_{uuid.uuid4().hex}", int(time.time()) + 3600
+        self.hub.xet_tokens[word] = scope
+        url = f"{self.hub.url}/xet"
+        headers = {
+            "X-Xet-Cas-Url": url,
+            "X-Xet-Access-Token": word,
+            "X-Xet-Token-Expiration": str(until),
+        }
+        self._send(200, json.dumps({"accessToken": word, "exp": until, "casUrl": url}).encode(), headers)
+
+    def _xet_xorb(self, name: str) -> None:
+        store = self._store("write")
+        try:
+            self._json({"was_inserted": store.add_xorb(name, self.body)})
+        except XetError as error:
+            raise _Refused(400, str(error)) from error
+
+    def _xet_shard(self) -> None:
+        store = self._store("write")
+        try:
+            store.add_shard(self.body)
+        except XetError as error:
+            raise _Refused(400, str(error)) from error
+        with self.hub.lock:
+            self.hub.lfs_objects.update(store.contents)
+        self._json({"result": 1})
+
+    def _xet_recipe(self, name: str) -> None:
+        store = self._store("read")
+        if name not in store.files:
+            raise _Refused(404, "no such file")
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start = int(wanted[1]) if wanted else 0
+        stop = int(wanted[2]) + 1 if wanted and wanted[2] else None
+        recipe = store.recipe(name, start, stop, f"{self.hub.url}/xet/data/")
+        if recipe is None:
+            raise _Refused(416, "no such bytes")
+        self._json(recipe)
+
+    def _xet_data(self, name: str) -> None:
+        """A part of a xorb; the real store's addresses carry their own right to read."""
+        store = self._store()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if name not in store.xorbs or wanted is None:
+            raise _Refused(404, "no such bytes")
+        start, stop = int(wanted[1]), int(wanted[2]) + 1
+        data = store.xorbs[name]
+        self._send(206, data[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
+
     def _resolve(self, id: str, rev: str, path: str, kernel: str = "") -> None:
         repo = self._repo("kernel" if kernel else "model", id)
         if repo.gated and not (self._token and self._token.may_read(repo.namespace)):
@@ -727,11 +808,19 @@ class _Handler(BaseHTTPRequestHandler):
         blob = commit.files.get(path)
         if blob is None:
             raise _Refused(404, f"Entry not found: {path}", "EntryNotFound", **{"X-Repo-Commit": commit.sha})
-        self._send_blob(commit, blob)
+        headers = {}
+        if self.hub.xet is not None and blob.sha256 in self.hub.xet.names:
+            route = f"{self.hub.url}/api/{repo.kind}s/{repo.id}/xet-read-token/{commit.sha}"
+            headers = {
+                "X-Xet-Hash": self.hub.xet.names[blob.sha256],
+                "X-Xet-Refresh-Route": route,
+                "Link": f'<{route}>; rel="xet-auth"',
+            }
+        self._send_blob(commit, blob, headers)
 
-    def _send_blob(self, commit: Commit, blob: Blob) -> None:
+    def _send_blob(self, commit: Commit, blob: Blob, more: Mapping[str, str]) -> None:
         start, stop, status = 0, blob.size, 200
-        headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes", **more}
         if blob.lfs:
             headers |= {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size)}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
@@ -764,7 +853,7 @@ def _clean_path(path: str) -> str:
 
 
 def main() -> None:
-    """Serve folders until interrupted: `python hub_server.py acme/tiny=FOLDER ...`."""
+    """Serve folders until interrupted: `python -m tests.hub_server acme/tiny=FOLDER ...`."""
     with HubServer() as hub:
         for argument in sys.argv[1:]:
             repo_id, _, folder = argument.partition("=")
