@@ -141,6 +141,7 @@ class Search:
         self._depth = depth
         self._base = ""
         self._next_up: list[_NextUp] = []  # proposed, being compiled, not begun
+        self._starters_told: set[str] = set()  # digests of starters that are being compiled
         self.decide = decide
         self.diagnose = diagnose
         self.limits = limits
@@ -427,7 +428,14 @@ class Search:
         One a device, or as many as are compiled side by side: where a compiler takes longer than the judge, the judge
         would wait. What is chosen so early is chosen with fewer verdicts, so nothing is queued that need not be compiled.
         """
-        if self._ahead is None or self._starter_left() is not None:
+        if self._ahead is None:
+            return
+        starter = self._starter_left()
+        if starter is not None:
+            # It is the next one, whatever the verdict on the present one is.
+            if starter[0].digest not in self._starters_told:
+                self._starters_told.add(starter[0].digest)
+                self._ahead(starter[0])
             return
         left = self.limits.max_experiments - len(self.attempts()) - len(self._flying) - len(self._next_up)
         most = max(self._depth, 1 + len(self._more))

@@ -63,11 +63,17 @@ class Watching(KnownJudge):
 
 
 def search_of(
-    run: Run, judge: KnownJudge, told: list[str] | None, *, depth: int = 1, **limits: object
+    run: Run,
+    judge: KnownJudge,
+    told: list[str] | None,
+    *,
+    depth: int = 1,
+    starters: tuple[Candidate, ...] = (),
+    **limits: object,
 ) -> Search:
     return Search(
         target(),
-        [starter()],
+        starters or (starter(),),
         run=run,
         judge=judge,
         decide=decide,
@@ -91,6 +97,20 @@ def test_what_comes_next_is_told_before_the_present_one_is_judged(run: Run) -> N
     assert len(told) == len(set(told)) == 13, (
         "the starter is judged at once, and nothing is compiled for nothing"
     )
+
+
+def test_the_next_starter_is_compiled_while_the_first_is_judged_and_each_once(run: Run) -> None:
+    told: list[str] = []
+    judge = Watching(told, time_us=lambda values: 50.0)
+    others = tuple(
+        starter().model_copy(update={"source": tunables.substitute(starter().source, {"kChunk": chunk})})
+        for chunk in (2048, 4096)
+    )
+    search_of(run, judge, told, starters=(starter(), *others), max_experiments=5).run_all(Playbook())
+    assert judge.judged[:3] == [starter().digest, others[0].digest, others[1].digest]
+    assert judge.known[0] == (others[0].digest,) and judge.known[1] == (others[0].digest, others[1].digest)
+    assert len(told) == len(set(told)) == 4 and starter().digest not in told
+    assert judge.judged[3] in judge.known[2]
 
 
 def test_a_step_from_an_old_incumbent_is_not_judged(run: Run) -> None:
