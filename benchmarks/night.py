@@ -36,6 +36,7 @@ def summary(run: Run, samples: Path | None) -> dict[str, Any]:
     profile = run.profile()
     assert profile is not None, "a run without a profile has no experiments"
     experiments = run.experiments()
+    judged = [e for e in experiments if e.duplicate_of is None]
     started, ended = window(run)
     result = run.path / "result.json"
     record = RunRecord.load(result) if result.exists() else None
@@ -54,13 +55,13 @@ def summary(run: Run, samples: Path | None) -> dict[str, Any]:
         "search_s": round(ended - started, 1),
         "experiments": len(experiments),
         "experiments_an_hour": round(3600 * len(experiments) / (ended - started), 1),
+        "judged": len(judged),
+        "judged_an_hour": round(3600 * len(judged) / (ended - started), 1),
+        "by_backend": {b: pace(experiments, b) for b in sorted({e.backend for e in experiments})},
         "distinct_sources": len({(e.backend, e.digest) for e in experiments}),
         "statuses": dict(Counter(e.evaluation.status for e in experiments)),
         "decisions": dict(Counter(e.decision for e in experiments)),
         "kinds": dict(Counter(f"{e.backend} {e.tag.split(',')[0]}" for e in experiments)),
-        "seconds_an_experiment": {
-            b: round(statistics.median(v), 2) for b, v in by_backend(experiments).items()
-        },
         "device_share": round(device_share(experiments, ended - started, max(1, len(settings.devices))), 3),
         "phases_s": phases(experiments),
         "gpu": gpu_samples(samples, started, ended) if samples is not None else None,
@@ -83,11 +84,22 @@ def window(run: Run) -> tuple[float, float]:
     )
 
 
-def by_backend(experiments: list[Experiment]) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {}
-    for experiment in experiments:
-        taken.setdefault(experiment.backend, []).append(experiment.seconds)
-    return taken
+def pace(experiments: list[Experiment], backend: str) -> dict[str, Any]:
+    """One backend's experiments; an hour: those that were judged, of the seconds that all of them took.
+
+    A duplicate takes time and is not judged. Between experiments, and in confirmations, no backend is at work.
+    """
+    own = [e for e in experiments if e.backend == backend]
+    judged = [e for e in own if e.duplicate_of is None]
+    seconds = math.fsum(e.seconds for e in own)
+    return {
+        "experiments": len(own),
+        "judged": len(judged),
+        "timed": sum(any(w.latency_us is not None for w in e.evaluation.workloads) for e in judged),
+        "seconds": round(seconds, 1),
+        "seconds_an_experiment": round(statistics.median(e.seconds for e in own), 2),
+        "judged_an_hour_of_these": round(3600 * len(judged) / seconds) if seconds > 0 else None,
+    }
 
 
 def phases(experiments: list[Experiment]) -> dict[str, float]:

@@ -13,7 +13,7 @@ python="${PYTHON:-python3}"
 case "$what" in
 start)
     [ ! -e "$place/started" ] || { echo "a run was started in $place before" >&2; exit 1; }
-    [ $# -gt 0 ] || set -- llama-1b --random-weights --dtype bfloat16 --input-shape 1,512 --device cuda --top 6 --budget 1250s
+    [ $# -gt 0 ] || set -- llama-1b --random-weights --dtype bfloat16 --input-shape 1,512 --device cuda --top 6 --budget 1200s
     mkdir -p "$place/tree"
     cp -a "$root/autokernel_hf" "$root/benchmarks" "$root/pyproject.toml" "$place/tree/"
     date -u +%FT%TZ > "$place/started"
@@ -23,7 +23,8 @@ start)
     setsid nohup bash -c '
         place=$1 python=$2; shift 2
         if command -v nvidia-smi > /dev/null; then
-            nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --format=csv,noheader,nounits -l 1 \
+            # One GPU, or all that a run was given: of idle ones beside them nothing is to be told.
+            nvidia-smi -i "${CUDA_VISIBLE_DEVICES:-0}" --format=csv,noheader,nounits -l 1 \
                 --query-gpu=timestamp,utilization.gpu,power.draw,clocks.sm > "$place/samples.csv" 2>&1 &
             sampler=$!
         fi

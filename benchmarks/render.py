@@ -308,7 +308,11 @@ def night(name: str) -> str:
         ]
         cells += [f"{starter:.3f}" if starter else "", own, peer, f"{floor:.0f} %" if floor else ""]
         lines.append("| " + " | ".join(cells) + " |")
-    taken = ", ".join(f"{s:.1f} s for {b}" for b, s in document["seconds_an_experiment"].items())
+    taken = "; ".join(
+        f"{own['judged']} of {b}, {own['seconds_an_experiment']:.1f} s each (median)"
+        f", {own['judged_an_hour_of_these'] or 0} an hour of the time that was spent on them"
+        for b, own in document["by_backend"].items()
+    )
     busy = f"Judges used the device in {100 * document['device_share']:.0f} % of that time, confirmations not counted"
     if gpu.get("samples"):
         busy += (
@@ -321,8 +325,9 @@ def night(name: str) -> str:
         after = f"the run as a whole took {document['seconds']:.0f} s, and ended {document['status']}: {document['reason']}"
     return (
         f"{model['id']}, {shape}, {model['dtype']}, {model['weights']} weights, on {where(document['device'])} "
-        f"(`benchmarks/results/{name}`, with its ledger and plot). {document['experiments']} experiments in "
-        f"{document['search_s']:.0f} s of search, which is {document['experiments_an_hour']:.0f} an hour (median {taken}); "
+        f"(`benchmarks/results/{name}`, with its ledger and plot). {document['judged']} experiments were judged in "
+        f"{document['search_s']:.0f} s of search, {document['judged_an_hour']:.0f} an hour: {taken}; "
+        f"{document['experiments'] - document['judged']} more were duplicates by their machine code; "
         f"{document['distinct_sources']} distinct sources; verdicts: {counted(document['statuses'])}; decisions: "
         f"{counted(document['decisions'])}. {busy}; {after}.\n\n" + "\n".join(lines)
     )
