@@ -28,6 +28,10 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that comes from the Hub.", rich_help_panel=_PANEL),
 ]
+TrustConfig = Annotated[
+    Path | None,
+    typer.Option("--trust-config", metavar="FILE", help="A sigstore of your own; the public one without."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the log.")]
 RunOption = Annotated[Path, typer.Option("--run", help="The run folder.")]

@@ -9,6 +9,7 @@ of the kernel type.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,14 @@ from autokernel_hf.judge.server import program
 from autokernel_hf.kernels import kernel_types
 from autokernel_hf.kernels.base import KernelType, make_inputs
 from autokernel_hf.records import CheckReport, Workload
+from autokernel_hf.signing import Signer, examine
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300
 SEED = 20
+
+_Signatures = Callable[[Path], tuple[tuple[str, ...], tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,12 @@ class LoadError(PackageError):
 
 
 def check(
-    package_or_repo: str | Path, *, version: int | None = None, trust_remote_code: bool = False
+    package_or_repo: str | Path,
+    *,
+    version: int | None = None,
+    trust_remote_code: bool = False,
+    signed_by: Signer | None = None,
+    trust_config: Path | None = None,
 ) -> CheckReport:
     """Check a package folder or a kernel repository on a Hub.
 
@@ -78,14 +87,22 @@ def check(
         package_or_repo: A folder, or `namespace/name`.
         version: The version of a repository; its newest where not given.
         trust_remote_code: Whether code from a Hub may run; without it a repository is only looked at.
+        signed_by: Who must have signed every variant; without, whoever did is told.
+        trust_config: A sigstore of one's own to verify signatures with.
 
     Raises:
         PackageError: It is no kernel package.
         HubError: The Hub does not answer, or has no such repository or version.
     """
+    signatures = functools.partial(
+        examine,
+        required=signed_by,
+        trust_config=trust_config,
+        offline=is_true(os.environ.get("HF_HUB_OFFLINE")),
+    )
     folder = Path(package_or_repo)
     if folder.is_dir():
-        return _check_folder(folder.resolve())
+        return _report(folder.resolve(), signatures)
     if not is_repo_id(str(package_or_repo)):
         raise PackageError(
             f"{package_or_repo} is neither a folder nor the name of a Hub repository.",
@@ -97,41 +114,44 @@ def check(
     if not (local / "build").is_dir():
         raise unfinished(repo_id, version)
     if trust_remote_code:
-        return _report(local)
+        return _report(local, signatures)
+    problems, signers = _looked_at(local, signatures)
     names, layers = _named(local)
     return CheckReport(
         loaded=False,
         variant=None,
         functions=names,
         layers=layers,
-        problems=tuple(packages.inspect(local)),
-        notes=(f"looked at only: code of {repo_id} runs with --trust-remote-code",),
+        problems=problems,
+        notes=(*signers, f"looked at only: code of {repo_id} runs with --trust-remote-code"),
     )
 
 
-def _check_folder(folder: Path) -> CheckReport:
-    return _report(folder)
+def _looked_at(folder: Path, signatures: _Signatures) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Problems and notes of what can be seen without running anything; signatures only of what its digests agree with."""
+    problems = tuple(packages.inspect(folder))
+    return signatures(folder) if not problems else (problems, ())
 
 
-def _report(folder: Path) -> CheckReport:
-    problems = packages.inspect(folder)
+def _report(folder: Path, signatures: _Signatures) -> CheckReport:
+    problems, signers = _looked_at(folder, signatures)
     names, layers = _named(folder)
     if problems:
-        # What is damaged or tampered with is not run.
-        return CheckReport(
-            loaded=False, variant=None, functions=names, layers=layers, problems=tuple(problems)
-        )
+        # What is damaged or tampered with is not run, nor what somebody else has signed.
+        return CheckReport(loaded=False, variant=None, functions=names, layers=layers, problems=problems)
     try:
         loaded = load_fresh(folder)
     except LoadError as error:
-        return CheckReport(loaded=False, variant=None, functions=names, layers=layers, problems=(str(error),))
+        return CheckReport(
+            loaded=False, variant=None, functions=names, layers=layers, problems=(str(error),), notes=signers
+        )
     return CheckReport(
         loaded=True,
         variant=loaded.variant,
         functions=loaded.functions,
         layers=loaded.layers,
         problems=loaded.problems,
-        notes=loaded.notes,
+        notes=(*signers, *loaded.notes),
     )
 
 

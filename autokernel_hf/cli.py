@@ -21,6 +21,7 @@ from autokernel_hf._options import (
     Device,
     Json,
     ModelOptions,
+    TrustConfig,
     TrustRemoteCode,
     check_device,
     numbers,
@@ -197,9 +198,9 @@ def profile(
         found = pipeline.profile_model(
             spec, trace=trace, memory_snapshot=memory_snapshot, compile_log=compile_log
         )
+        console.result(found, render.profile_text)  # first: a disk that is full must not cost the measurement
         if out is not None:
             found.save(out)
-        console.result(found, render.profile_text)
 
 
 @app.command()
@@ -437,6 +438,10 @@ def publish(
     version: Annotated[
         int | None, typer.Option(min=1, help="Version branch (default: the package's).")
     ] = None,
+    sign: Annotated[
+        bool, typer.Option("--sign", help="Sign with sigstore, as whoever you are logged in as.")
+    ] = False,
+    trust_config: TrustConfig = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -446,7 +451,14 @@ def publish(
 
         console.stage(f"{'Looking at' if dry_run else 'Publishing'} {package} for {repo_id}")
         published = hub.publish(
-            package, repo_id, private=private, dry_run=dry_run, message=message, version=version
+            package,
+            repo_id,
+            private=private,
+            dry_run=dry_run,
+            message=message,
+            version=version,
+            sign=sign,
+            trust_config=trust_config,
         )
         console.result(published, render.published_text)
         if not dry_run and not published.loaded:
@@ -463,15 +475,30 @@ def check(
     ],
     version: Annotated[int | None, typer.Option(min=1, help="Version, for a Hub repository.")] = None,
     trust_remote_code: TrustRemoteCode = False,
+    signed_by: Annotated[
+        str | None,
+        typer.Option(metavar="IDENTITY", help="Who must have signed it, as `check` names signers."),
+    ] = None,
+    signed_issuer: Annotated[
+        str | None, typer.Option(metavar="URL", help="The identity provider that vouches for IDENTITY.")
+    ] = None,
+    trust_config: TrustConfig = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Load a package in a fresh process with `kernels` alone, and run it; look only at a repository that is not trusted."""
     with guarded("check", json, debug) as console:
         from autokernel_hf.check import check as check_package
+        from autokernel_hf.signing import required_signer
 
         console.stage(f"Checking {package}")
-        report = check_package(package, version=version, trust_remote_code=trust_remote_code)
+        report = check_package(
+            package,
+            version=version,
+            trust_remote_code=trust_remote_code,
+            signed_by=required_signer(signed_by, signed_issuer),
+            trust_config=trust_config,
+        )
         console.result(report, render.check_text)
         if report.problems:
             raise typer.Exit(1)

@@ -12,14 +12,14 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 
-from autokernel_hf import interface, packages
+from autokernel_hf import interface, packages, signing
 from autokernel_hf.card import repo_placeholder
 from autokernel_hf.check import LoadError, load_fresh
 from autokernel_hf.errors import HubError, PackageError, UsageError
@@ -78,6 +78,8 @@ def publish(
     dry_run: bool = False,
     message: str | None = None,
     version: int | None = None,
+    sign: bool = False,
+    trust_config: Path | None = None,
 ) -> Published:
     """Upload a package to a kernel repository, then load it back from there in a fresh process.
 
@@ -92,11 +94,13 @@ def publish(
         dry_run: Only list the files; nothing is sent, and no token is needed.
         message: The commit message.
         version: The version to publish as, where it is not the package's own.
+        sign: Put a sigstore bundle beside the metadata of every variant.
+        trust_config: A sigstore of one's own to sign with.
 
     Raises:
         UsageError: `repo_id` is not a valid name.
         PackageError: The package is damaged, incomplete, or holds something private; or it changes the interface of the
-            version that is there.
+            version that is there; or it cannot be signed.
         HubError: The Hub refuses or cannot be reached; or what it serves is not what was uploaded.
     """
     folder = Path(package.path if isinstance(package, Package) else package)
@@ -124,6 +128,9 @@ def publish(
     known = versions(repo_id)
     if wanted in known:
         _refuse_broken_promise(folder, repo_id, wanted, max(known) + 1)
+    if sign:
+        # Last of all that may fail before something is sent: a signature is in a public log for good.
+        plan = _signed(plan, trust_config)
     with friendly(f"create the branch {branch}", repo_id):
         retrying(lambda: client.create_branch(repo_id, repo_type="kernel", branch=branch, exist_ok=True))
     title = message or f"Build {folder.name} with autokernel_hf"
@@ -206,7 +213,9 @@ def _plan(folder: Path, repo_id: str, own_version: int, version: int) -> _Plan:
         content = file.read_bytes()
         top = path.partition("/")[0]
         if top == "build":
-            if path.endswith("/metadata.json") and version != own_version:
+            if path.endswith(f"/{signing.BUNDLE}") and version != own_version:
+                continue  # a signature of other bytes
+            if path.endswith(f"/{signing.SIGNED}") and version != own_version:
                 content = _with_version(content, version)
             branch[path] = content
         elif top in SOURCE_FOLDERS or path in SOURCE_FILES:
@@ -215,6 +224,14 @@ def _plan(folder: Path, repo_id: str, own_version: int, version: int) -> _Plan:
             main[path] = branch[path] = content
     variants = tuple(sorted({path.split("/")[1] for path in branch if path.startswith("build/")}))
     return _Plan(branch=branch, main=main, variants=variants)
+
+
+def _signed(plan: _Plan, trust_config: Path | None) -> _Plan:
+    """A plan with a signature of every variant's metadata."""
+    documents = {path: data for path, data in plan.branch.items() if path.endswith(f"/{signing.SIGNED}")}
+    bundles = signing.sign(documents, trust_config)
+    found = {path.removesuffix(signing.SIGNED) + signing.BUNDLE: data for path, data in bundles.items()}
+    return replace(plan, branch={**plan.branch, **found})
 
 
 def _with_version(metadata: bytes, version: int) -> bytes:
@@ -238,8 +255,14 @@ def _commit(
         tree = retrying(
             lambda: list(client.list_repo_tree(repo_id, repo_type="kernel", revision=branch, recursive=True))
         )
-        there = [item.path for item in tree if hasattr(item, "blob_id")]
-        stale = [p for p in there if p not in contents and p.startswith(tuple(owned))]
+        there = {item.path: item.blob_id for item in tree if hasattr(item, "blob_id")}
+        stale = [
+            path
+            for path in there
+            if path not in contents
+            and path.startswith(tuple(owned))
+            and not _still_signs(path, there, contents)
+        ]
         # The client sends what it is given as a stream without Xet.
         given = bytes if retrying(lambda: sends_by_xet(repo_id, branch)) else io.BytesIO
         # The operations are made anew for each try: the client marks them as used.
@@ -256,6 +279,15 @@ def _commit(
             )
         )
     return str(commit.oid)
+
+
+def _still_signs(path: str, there: Mapping[str, str], contents: Mapping[str, bytes]) -> bool:
+    """Whether a file on the Hub is the signature of metadata that stays as it is."""
+    if not path.endswith(f"/{signing.BUNDLE}"):
+        return False
+    signed = path.removesuffix(signing.BUNDLE) + signing.SIGNED
+    content = contents.get(signed)
+    return content is not None and there.get(signed) == packages.git_blob_id(content)
 
 
 def _load_back(repo_id: str, version: int, plan: _Plan) -> bool:

@@ -181,6 +181,11 @@ def digest(variant: Path) -> dict[str, str]:
     }
 
 
+def git_blob_id(content: bytes) -> str:
+    """The name by which Git, and so a Hub, knows a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
 def base64_sha256(content: bytes) -> str:
     return base64.b64encode(hashlib.sha256(content).digest()).decode()
 
