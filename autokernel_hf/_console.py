@@ -24,6 +24,7 @@ class Console:
     def __init__(self, *, json: bool) -> None:
         self.json = json
         self.terminal = sys.stderr.isatty()
+        self.told = False  # whether stdout has its JSON document
         self._bar: Any = None
         self._task: Any = None
 
@@ -79,6 +80,7 @@ class Console:
             return
         document = value.model_dump(mode="json") if hasattr(value, "model_dump") else value
         sys.stdout.write(json_module.dumps(document, indent=2, allow_nan=False) + "\n")
+        self.told = True
 
     def line(self, text: str) -> None:
         if not self.json:
@@ -194,6 +196,6 @@ def _fail(console: Console, message: str, remedy: str, debug: bool) -> None:
 
         traceback.print_exc()
     fail(message, remedy)
-    if console.json:
+    if console.json and not console.told:  # a result that is told already stays the one document
         document = {"error": {"message": message, "remedy": remedy}}
         sys.stdout.write(json_module.dumps(document, indent=2) + "\n")

@@ -10,7 +10,16 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from autokernel_hf.errors import RunError
-from autokernel_hf.records import Backend, Evaluation, Experiment, Record, Scalar, TargetResult
+from autokernel_hf.records import (
+    Backend,
+    Evaluation,
+    Experiment,
+    Record,
+    RunStatus,
+    Scalar,
+    TargetResult,
+    Verification,
+)
 
 # --- ledger events ------------------------------------------------------------------------------------------------
 
@@ -115,7 +124,17 @@ class Reflected(Record):
     at: float
 
 
-AnyEvent: TypeAlias = Started | Judged | Demoted | Finished | Asked | Round | Reflected
+class Verdict(Record):
+    """The outcome of the whole run, as `result.json` has told it from then on: the last one is the latest."""
+
+    event: Literal["verdict"] = "verdict"
+    status: RunStatus
+    reason: str = ""
+    verification: Verification | None
+    at: float
+
+
+AnyEvent: TypeAlias = Started | Judged | Demoted | Finished | Asked | Round | Reflected | Verdict
 _EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="event")])
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from autokernel_hf import llm_account, llm_proposer, worker
 from autokernel_hf.agent import Context, Playbook, Proposer
@@ -37,6 +36,7 @@ from autokernel_hf.records import (
     PulledModel,
     RunModel,
     RunRecord,
+    RunStatus,
     Target,
     TargetResult,
     Verification,
@@ -47,7 +47,7 @@ from autokernel_hf.records import (
 from autokernel_hf.runs import Run, RunSettings
 from autokernel_hf.search import Diagnose, Judging, Limits, Search, Stop
 from autokernel_hf.settings import check_settings
-from autokernel_hf.shipping import finish, is_wrong, stage, verify_the_helpful, winner_of
+from autokernel_hf.shipping import finish, stage, status_of, verify_the_helpful, winner_of
 from autokernel_hf.toolchain import gxx
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def optimize(
             packages=tuple(packages),
             seconds=round(time.monotonic() - started, 1),
         )
-        record.save(run.path / "result.json")
+        run.conclude(record, time.time())
         from autokernel_hf.report import write_report
 
         write_report(run.path)
@@ -547,13 +547,9 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
     return explain
 
 
-def _status(
-    results: Sequence[TargetResult], verification: Verification | None
-) -> Literal["won", "no_speedup", "failed"]:
+def _status(results: Sequence[TargetResult], verification: Verification | None) -> RunStatus:
     if verification is not None:
-        if verification.passed:
-            return "won"
-        return "failed" if is_wrong(verification) else "no_speedup"
+        return status_of(verification)
     tried = [r for r in results if r.status != "skipped"]
     return "failed" if tried and all(r.status == "failed" for r in tried) else "no_speedup"
 

@@ -20,8 +20,7 @@ def write_report(run_dir: Path) -> Path:
     with opened(run_dir, lock=False) as run:
         experiments = run.experiments()
         picture = draw_progress(run, run.path / "progress.png")
-        result_path = run.path / "result.json"
-        result = RunRecord.load(result_path) if result_path.exists() else None
+        result = run.outcome()
         template = (
             resources.files("autokernel_hf").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
         )

@@ -7,6 +7,7 @@ commit is written and synced, then the refs move. A crash between any two of the
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from autokernel_hf.errors import RecordError, RunError, ToolMissingError
 from autokernel_hf.figures import RESULT_COLUMNS, result_row
-from autokernel_hf.ledger import AnyEvent, Demoted, Finished, Judged, Ledger, Started
+from autokernel_hf.ledger import AnyEvent, Demoted, Finished, Judged, Ledger, Started, Verdict
 from autokernel_hf.records import (
     SOURCE_SUFFIX,
     Backend,
@@ -30,6 +31,7 @@ from autokernel_hf.records import (
     ModelSpec,
     Profile,
     Record,
+    RunRecord,
     Scalar,
     Target,
     Verification,
@@ -242,6 +244,26 @@ class Run:
     def verification(self) -> Verification | None:
         path = self.path / "verification.json"
         return Verification.load(path) if path.exists() else None
+
+    def outcome(self) -> RunRecord | None:
+        """What `result.json` tells; None where `optimize` has not come to its end."""
+        path = self.path / "result.json"
+        return RunRecord.load(path) if path.exists() else None
+
+    def conclude(self, record: RunRecord, at: float) -> None:
+        """Tell the run's outcome in `result.json`; what was told before stays in the ledger.
+
+        Args:
+            at: Seconds since the epoch.
+        """
+        path = self.path / "result.json"
+        if not any(isinstance(e, Verdict) for e in self.events()):
+            # Of a run that ended before verdicts were entered; what cannot be read is replaced by what can.
+            with contextlib.suppress(RecordError):
+                if (before := self.outcome()) is not None:
+                    self.append(_verdict(before, path.stat().st_mtime))
+        self.append(_verdict(record, at))
+        record.save(path)
 
     def target_dir(self, target: str) -> Path:
         return self.path / "targets" / target
@@ -511,3 +533,7 @@ def opened(path: Path, *, lock: bool = True) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+def _verdict(record: RunRecord, at: float) -> Verdict:
+    return Verdict(status=record.status, reason=record.reason, verification=record.verification, at=at)

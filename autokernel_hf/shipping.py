@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from autokernel_hf.records import (
     Package,
     Profile,
     PulledModel,
+    RunStatus,
     Target,
     Verification,
     Winner,
@@ -165,14 +167,28 @@ def finish(
 
 
 def verify_again(run: Run, progress: Progress) -> Verification:
-    """Verify the winners of a finished run once more. Its packages, which have their cards, are left as they are.
+    """Verify the winners of a finished run once more: `result.json` and the report tell the new verdict from then on.
+
+    Its packages, which have their cards, are left as they are.
 
     Raises:
         RunError: The run has no winners.
     """
     profile, winners = winners_of(run)
     with tempfile.TemporaryDirectory(prefix="autokernel_hf-") as folder:
-        return verify(run, stage(run, profile.model, winners, progress, out=Path(folder)), progress)
+        verification = verify(run, stage(run, profile.model, winners, progress, out=Path(folder)), progress)
+    told = run.outcome()
+    if told is not None:
+        from autokernel_hf.report import write_report
+
+        news = {
+            "status": status_of(verification),
+            "reason": verification.reason,
+            "verification": verification,
+        }
+        run.conclude(told.model_copy(update=news), time.time())
+        write_report(run.path)
+    return verification
 
 
 def export(
@@ -438,6 +454,13 @@ def winner_of(run: Run, target: Target) -> Winner | None:
 def _commit_of(run: Run, target: Target) -> str | None:
     won = run.winner(target.name)
     return won.commit if won is not None else None
+
+
+def status_of(verification: Verification) -> RunStatus:
+    """What a run with winners has come to, by the check of the whole model with them."""
+    if verification.passed:
+        return "won"
+    return "failed" if is_wrong(verification) else "no_speedup"
 
 
 def is_wrong(verification: Verification) -> bool:

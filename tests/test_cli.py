@@ -21,19 +21,24 @@ import pytest
 from typer.testing import CliRunner
 
 import autokernel_hf
-from autokernel_hf import _render, doctor, pipeline, shipping, toolchain, tunables
+from autokernel_hf import _render, doctor, pipeline, records, shipping, toolchain, tunables
 from autokernel_hf._console import Console, guarded
 from autokernel_hf.agent import Playbook
 from autokernel_hf.candidates import read_candidate
 from autokernel_hf.cli import app
 from autokernel_hf.errors import ToolMissingError, UsageError, last_words
+from autokernel_hf.ledger import Verdict
 from autokernel_hf.progress import Silent
 from autokernel_hf.records import (
     Evaluation,
     Latency,
     ModelSpec,
+    OutputError,
+    Profile,
     Proposal,
     PulledModel,
+    RunModel,
+    RunRecord,
     Speedup,
     SpeedupInterval,
     Stages,
@@ -44,7 +49,7 @@ from autokernel_hf.records import (
 )
 from autokernel_hf.runs import Run
 from autokernel_hf.search import Limits, Search
-from tests.loop_helpers import KnownJudge, decide, diagnose, settings, starter, target
+from tests.loop_helpers import KnownJudge, decide, device, diagnose, settings, starter, target
 
 COMMANDS = [
     "optimize",
@@ -223,6 +228,30 @@ def test_a_full_disk_is_named_by_where_the_file_should_have_gone(
     code, _, err = invoke("export", str(tmp_path / "mine.cpp"), "--name", "x")
     assert code == 1
     assert "No space left on device: /to/b" in err and "Free some disk space" in err
+
+
+def test_a_profile_is_told_also_where_the_disk_has_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    spec = ModelSpec(model="llama", random_weights=True)
+    model = PulledModel(
+        id="llama", revision=None, path=None, architecture="M", parameters=1, weights="random",
+        dtype="float32", input_shape=(1, 32),
+    )  # fmt: skip
+    found = Profile(spec=spec, model=model, device=device(), total_ms=1.0, sites=(), other_share=0.5)
+    monkeypatch.setattr(pipeline, "profile_model", lambda *_, **__: found)
+    monkeypatch.setattr(records.os, "fsync", full)
+    out = tmp_path / "profile.json"
+    code, stdout, stderr = invoke("profile", "llama", "--random-weights", "--out", str(out), "--json")
+    assert code == 1
+    assert Profile.model_validate_json(stdout) == found  # the one document, no second that tells the error
+    assert f"No space left on device: {out}" in stderr and "Free some disk space" in stderr
+    assert list(tmp_path.iterdir()) == []
+    code, stdout, _ = invoke("profile", "llama", "--random-weights", "--out", str(out))
+    assert code == 1 and "1.00 ms a pass" in stdout
 
 
 def test_traceback_only_with_debug() -> None:
@@ -676,3 +705,56 @@ def test_verifying_again_leaves_the_packages_alone(run_dir: Path, monkeypatch: p
         assert shipping.verify_again(run, Silent()) == "verified"
     (place,) = places
     assert not place.is_relative_to(run_dir) and not place.exists()
+    assert not (run_dir / "result.json").exists()  # the run has not come to an end
+
+
+def verification(low: float, ratio: float) -> Verification:
+    return Verification(
+        passed=low > 1,
+        kernel_calls={"rmsnorm": 4},
+        latency_ms=Latency(eager=ratio, eager_kernels=1.0),
+        speedup=Speedup(vs_eager=ratio),
+        speedup_ci95=SpeedupInterval(vs_eager=(low, 2 * ratio - low)),
+        error=OutputError(max_abs=0.0, ratio_to_eager=1.0, top1_agreement=1.0, kl=0.0),
+        reason=f"{ratio} times as fast",
+    )
+
+
+def test_the_latest_verification_is_the_verdict_and_the_earlier_ones_stay_in_the_ledger(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = verification(0.98, 1.01), verification(1.03, 1.05)
+    wrong = verification(0.98, 1.01).model_copy(
+        update={"error": None, "speedup": Speedup(), "speedup_ci95": SpeedupInterval(), "reason": "wrong"}
+    )
+    monkeypatch.setattr(shipping, "winners_of", lambda run: (SimpleNamespace(model=None), []))
+    monkeypatch.setattr(shipping, "stage", lambda *_, **__: [])
+    told = RunRecord(
+        status="no_speedup",
+        reason=slow.reason,
+        run_dir=str(run_dir),
+        model=RunModel(id="org/model", revision=None, architecture="M", weights="random"),
+        device=device(),
+        targets=(),
+        verification=slow,
+        packages=(),
+        seconds=3.0,
+    )
+    told.save(run_dir / "result.json")  # as a run left it that ended before verdicts were entered
+    seen = []
+    for found, code in ((fast, 0), (wrong, 1), (slow, 1)):
+        monkeypatch.setattr(shipping, "verify", lambda *_, found=found: found)
+        assert invoke("verify", str(run_dir))[0] == code
+        result = RunRecord.load(run_dir / "result.json")
+        assert result.verification == found and result.reason == found.reason
+        assert result.model_copy(
+            update={"status": told.status, "reason": told.reason, "verification": slow}
+        ) == told.model_copy(update={"run_dir": result.run_dir})
+        assert found.reason in (run_dir / "report.html").read_text()
+        seen.append(result.status)
+    assert seen == ["won", "failed", "no_speedup"]
+    with Run.open(run_dir) as run:
+        verdicts = [e for e in run.events() if isinstance(e, Verdict)]
+        assert [e.status for e in verdicts] == ["no_speedup", *seen]
+        assert [e.verification for e in verdicts] == [slow, fast, wrong, slow]
+        assert len(run.experiments()) == 6
