@@ -34,7 +34,8 @@ ON_THE_DEVICE = ("smoke", "timing", "shapes", "numerics", "determinism", "edges"
 def summary(run: Run, samples: Path | None) -> dict[str, Any]:
     """All figures of a run, from its records alone."""
     profile = run.profile()
-    assert profile is not None, "a run without a profile has no experiments"
+    if profile is None:
+        raise SystemExit(f"{run.path} has no profile yet: there is nothing to tell.")
     experiments = run.experiments()
     judged = [e for e in experiments if e.duplicate_of is None]
     started, ended = window(run)
@@ -78,6 +79,8 @@ def summary(run: Run, samples: Path | None) -> dict[str, Any]:
 def window(run: Run) -> tuple[float, float]:
     """From the first experiment's start to the last verdict or conclusion, in seconds of the clock."""
     events = run.events()
+    if not any(isinstance(e, Judged) for e in events):
+        raise SystemExit(f"No experiment of {run.path} has been judged yet: there is nothing to tell.")
     return (
         min(e.at for e in events if isinstance(e, Started)),
         max(e.at for e in events if isinstance(e, Judged | Finished)),

@@ -39,7 +39,8 @@ start)
 collect)
     echo "started $(cat "$place/started"); $(cat "$place/ended" 2> /dev/null || echo "it still runs")"
     prefix="$(mkdir -p "$(dirname "$1")" && cd "$(dirname "$1")" && pwd)/$(basename "$1")"
-    run="$(ls -d "$place"/runs/*/ | head -1)"
+    run="$(ls -d "$place"/runs/*/ 2> /dev/null | head -1)"
+    [ -n "$run" ] || { cat "$place/night.log" "$place/shell.log"; echo "there is no run folder yet" >&2; exit 1; }
     cd "$place" && PYTHONPATH="$place/tree${PYTHONPATH:+:$PYTHONPATH}" \
         "$python" tree/benchmarks/night.py "$run" --samples samples.csv --out "$prefix"
     tail -n "${LINES_SHOWN:-40}" "$place/night.log" | cut -c1-300
