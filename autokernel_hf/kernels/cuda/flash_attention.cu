@@ -5,7 +5,9 @@
 // that the shape and the device choose:
 //
 // - On Hopper the copy engine brings tiles to shared memory (tensor maps, mbarriers) and warp groups multiply from
-//   there (wgmma), one while the other one's scores become weights. Not with a mask or packed sequences.
+//   there (wgmma), one while the other one's scores become weights. Where there is a mask, further warps look at it
+//   first: tiles that it hides are never fetched, and what it adds to others lies in shared memory in time. Not with
+//   packed sequences.
 // - From Hopper on, one query a sequence (decoding) has its keys split among the blocks of a cluster.
 // - Else they go through mma.m16n8k16: a warp keeps its rows' scores, weights and outputs in registers, where the
 //   weights of one product are already laid out as the next one's left operand.
@@ -111,10 +113,15 @@ struct Problem {
   int64_t batch, head, q_start, q_length, k_start, k_length;
 };
 
+// Where nothing is packed.
+__device__ __forceinline__ Problem whole_problem(const Attention &a, uint32_t index) {
+  const uint32_t batch = index / (uint32_t)a.heads;
+  return {batch, index - batch * (uint32_t)a.heads, 0, a.Sq, 0, a.Sk};
+}
+
 // Packed sequences number `sequences`; one more stands for queries behind the last, which see no key.
 __device__ __forceinline__ Problem problem_of(const Attention &a, uint32_t index) {
-  const uint32_t batch = index / (uint32_t)a.heads;
-  Problem p = {batch, index - batch * (uint32_t)a.heads, 0, a.Sq, 0, a.Sk};
+  Problem p = whole_problem(a, index);
   if (a.cu_q == NULL) return p;
   const int64_t s = p.batch;
   p.batch = 0;
@@ -166,6 +173,12 @@ __device__ __forceinline__ float mask_at(const Attention &a, const Problem &p, i
     case AK_F16: return to_float(static_cast<const Bits *>(a.mask)[at], false);
     default: return to_float(static_cast<const Bits *>(a.mask)[at], true);
   }
+}
+
+// What a mask adds, for scores in powers of 2. The lowest numbers of float32 and bfloat16, with which models hide, stay
+// numbers: keys that all have them are all alike, and not all hidden.
+__device__ __forceinline__ float in_log2(float added) {
+  return added == -INFINITY ? added : fmaxf(added * 1.4426950408889634f, -3.4028234e38f);
 }
 
 // The mask of a warp's 16 rows and KEYS keys into its part of shared memory, as `added` makes of it; 0 outside of the first
@@ -376,10 +389,10 @@ __global__ void __launch_bounds__(Shape<WIDTH>::threads, 1) attend(Attention a) 
             if (a.mask_dtype == AK_BOOL)
               stage(static_cast<const uint8_t *>(a.mask), [](uint8_t shown) { return shown != 0 ? 0.0f : -INFINITY; });
             else if (a.mask_dtype == AK_F32)
-              stage(static_cast<const float *>(a.mask), [&](float value) { return value * to_log2; });
+              stage(static_cast<const float *>(a.mask), [&](float value) { return in_log2(value); });
             else
               stage(static_cast<const Bits *>(a.mask),
-                    [&](Bits bits) { return to_float(bits, a.mask_dtype == AK_BF16) * to_log2; });
+                    [&](Bits bits) { return in_log2(to_float(bits, a.mask_dtype == AK_BF16)); });
             __syncwarp();
           }
 #pragma unroll
@@ -642,7 +655,7 @@ __global__ void __launch_bounds__(Decode<WIDTH>::threads) decode(Attention a, in
             score = -INFINITY;
           } else if (a.mask != NULL) {
             const Problem one = {batch, p.head + row, 0, 1, 0, a.Sk};
-            const float added = mask_at(a, one, 0, key) * to_log2;
+            const float added = in_log2(mask_at(a, one, 0, key));
             score = added == -INFINITY ? -INFINITY : score + added;
           }
         }
@@ -765,17 +778,37 @@ constexpr int kRowBytes = 128;  // of a tile's row in shared memory, which the c
 // Tiles of q, k and v lie as columns of 64 elements, 128 bytes a row. One or two warp groups have 64 queries each; more
 // warps (with two groups a third one, which gives them its registers) tell the copy engine what to fetch. One group
 // leaves room for a second block beside it, which hides how long a block takes to begin and to end.
-template <int WIDTH, int GROUPS>
+//
+// With a mask the fetching warps are four in any case. Each looks at one of four tiles; then all of them bring what
+// the mask says of a tile that is neither hidden nor shown as a whole to shared memory: 64 bits a row, or 64 numbers.
+template <int WIDTH, int GROUPS, bool MASKED>
 struct Wide {
-  static constexpr int rows = 64 * GROUPS, parts = WIDTH / 64, threads = GROUPS == 1 ? 160 : 384, stages = 2;
+  static constexpr int rows = 64 * GROUPS, parts = WIDTH / 64, stages = 2;
+  static constexpr int threads = GROUPS == 1 && !MASKED ? 160 : 128 * (GROUPS + 1);
   static constexpr int keys = WIDTH > 128 || GROUPS == 1 ? 64 : 128, blocks = GROUPS == 1 ? 2 : 1;
   static constexpr int q_bytes = rows * WIDTH * 2, tile_bytes = keys * WIDTH * 2;
-  static constexpr int bytes = 1024 + q_bytes + 2 * stages * tile_bytes + 128;
+  static constexpr int mask_bytes = MASKED ? rows * keys * 2 : 0, barrier_bytes = MASKED ? 256 : 128;
+  static constexpr int bytes = 1024 + q_bytes + 2 * stages * tile_bytes + stages * mask_bytes + barrier_bytes;
+  static_assert(!MASKED || keys == 64, "a row's bits are two words, its numbers 128 bytes");
+};
+
+// What a mask does to a tile, or that no tile follows.
+enum : int { kHides, kMixes, kShows, kEnd };
+
+struct Tile {
+  int key, state;
 };
 
 template <int STAGES>
 struct Barriers {
   uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+template <int STAGES>
+struct MaskBarriers : Barriers<STAGES> {
+  uint64_t mask_full[STAGES], mask_empty[STAGES];
+  Tile tiles[2 * STAGES];  // those under way: a tile's place is written again after all have gone beyond it
+  int states[2][4];
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -966,7 +999,8 @@ struct Running {
 };
 
 // Scores become weights. HIDE: keys outside of [begin, end) of a row, counted from the tile's first, are hidden.
-template <int SCORES>
+// DIFFERENCES: of scores as low as numbers are, which `scale` would make infinite.
+template <bool DIFFERENCES, int SCORES>
 __device__ __forceinline__ void soften(float (&scores)[SCORES], Running &r, float scale, bool hide,
                                        const int (&begin)[2], const int (&end)[2], int lane) {
   if (hide) {
@@ -984,14 +1018,14 @@ __device__ __forceinline__ void soften(float (&scores)[SCORES], Running &r, floa
       if (i / 2 % 2 == half) largest = fmaxf(largest, scores[i]);
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const float zero = reference(largest) * scale;
-    r.shrink[half] = exp2_fast(r.max[half] * scale - zero);
+    const float top = reference(largest), zero = top * scale;
+    r.shrink[half] = exp2_fast(DIFFERENCES ? (r.max[half] - top) * scale : r.max[half] * scale - zero);
     r.max[half] = largest;
     float added = 0.0f;
 #pragma unroll
     for (int i = 0; i < SCORES; i++)
       if (i / 2 % 2 == half) {
-        scores[i] = exp2_fast(scores[i] * scale - zero);
+        scores[i] = exp2_fast(DIFFERENCES ? (scores[i] - top) * scale : scores[i] * scale - zero);
         added += scores[i];
       }
     r.weight[half] = r.weight[half] * r.shrink[half] + added;
@@ -1004,19 +1038,164 @@ __device__ __forceinline__ void pack_all(uint32_t (&weights)[SCORES / 8][4], con
   for (int i = 0; i < SCORES; i += 2) weights[i / 8][i / 2 % 4] = pack<BRAIN>(scores[i], scores[i + 1]);
 }
 
+// 16 bytes from any place, of which the first `bytes` are a row's. Memory is read in whole aligned granules, and only
+// in those that hold a byte of the row: they belong to its allocation.
+struct Granules {
+  uint4 low, high;
+};
+
+__device__ __forceinline__ Granules load_granules(const unsigned char *p, int bytes) {
+  const int ahead = (int)((uintptr_t)p % 16);
+  Granules g = {};
+  if (bytes > 0) g.low = *reinterpret_cast<const uint4 *>(p - ahead);
+  if (ahead + bytes > 16) g.high = *reinterpret_cast<const uint4 *>(p - ahead + 16);
+  return g;
+}
+
+// Those 16 bytes as four words, zeros behind the first `bytes`.
+__device__ __forceinline__ void words_of(uint32_t (&word)[4], const Granules &g, const unsigned char *p, int bytes) {
+  const int ahead = (int)((uintptr_t)p % 16);
+  uint32_t all[8] = {g.low.x, g.low.y, g.low.z, g.low.w, g.high.x, g.high.y, g.high.z, g.high.w};
+#pragma unroll
+  for (int i = 0; i < 6; i++) all[i] = ahead & 8 ? all[i + 2] : all[i];
+#pragma unroll
+  for (int i = 0; i < 5; i++) all[i] = ahead & 4 ? all[i + 1] : all[i];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int left = bytes - 4 * i;
+    const uint32_t here = left >= 4 ? 0xffffffffu : left > 0 ? (1u << 8 * left) - 1 : 0;  // bytes of the row
+    word[i] = __funnelshift_r(all[i], all[i + 1], ahead % 4 * 8) & here;
+  }
+}
+
+// Four bits, one for each byte that is not 0.
+__device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
+  const uint32_t ones = ((((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u) >> 7;
+  return ones * 0x01020408u >> 24;
+}
+
+__device__ __forceinline__ uint32_t bits_of(const uint32_t (&word)[4]) {
+  return bits_of(word[0]) | bits_of(word[1]) << 4 | bits_of(word[2]) << 8 | bits_of(word[3]) << 12;
+}
+
+// The part of a mask that one tile of ROWS rows and 64 keys meets: keys follow each other in memory.
+struct MaskTile {
+  const unsigned char *data;
+  int64_t row_bytes;
+  int rows, bytes;  // that there are; of a row
+};
+
+template <int ROWS>
+__device__ __forceinline__ MaskTile mask_tile_of(const Attention &a, const Problem &p, int64_t top, int64_t first) {
+  const int size = a.mask_dtype == AK_BOOL ? 1 : 2;
+  const int64_t rows = p.q_length - top, keys = p.k_length - first;
+  return {static_cast<const unsigned char *>(a.mask) + mask_place(a, p, top, first) * size, a.mask_row * size,
+          rows < ROWS ? (int)rows : ROWS, (keys < 64 ? (int)keys : 64) * size};
+}
+
+// What a mask does to a tile, as a warp sees it. HIDDEN: two of the numbers -inf, or 0 of a bool mask.
+template <int AT_ONCE>
+__device__ __forceinline__ int look_at(const MaskTile &m, uint32_t hidden, int lane) {
+  const bool numbers = hidden != 0;
+  const int packs = numbers ? 8 : 4;  // of 16 bytes, in a row
+  const int rows = m.row_bytes == 0 ? 1 : m.rows;
+  uint32_t shows = 0, changes = 0;
+#pragma unroll 1
+  for (int from = lane; from < rows * packs + lane; from += 32 * AT_ONCE) {
+    Granules g[AT_ONCE];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      const int at = from + 32 * u, row = at / packs, byte = at % packs * 16;
+      g[u] = load_granules(m.data + row * m.row_bytes + byte, row < rows ? m.bytes - byte : 0);
+    }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      const int at = from + 32 * u, row = at / packs, byte = at % packs * 16;
+      const int left = row < rows ? m.bytes - byte : 0, bytes = left < 0 ? 0 : left < 16 ? left : 16;
+      uint32_t word[4];
+      words_of(word, g[u], m.data + row * m.row_bytes + byte, bytes);
+      if (numbers) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int rest = bytes - 4 * i;
+          shows |= (word[i] ^ hidden) & (rest >= 4 ? 0xffffffffu : rest > 0 ? 0xffffu : 0);
+          changes |= word[i] & 0x7fff7fffu;
+        }
+      } else {
+        const uint32_t bits = bits_of(word);
+        shows |= bits;
+        changes |= bits ^ ((1u << bytes) - 1);
+      }
+    }
+    if (__any_sync(0xffffffffu, shows != 0) && __any_sync(0xffffffffu, changes != 0)) return kMixes;
+  }
+  return __any_sync(0xffffffffu, shows != 0) ? kShows : kHides;
+}
+
+// A tile of a mask into shared memory by 128 threads: 64 bits a row; or 64 numbers, whose chunks of 16 bytes change
+// places as those of a swizzled tile do.
+template <int ROWS>
+__device__ __forceinline__ void stage_tile(unsigned char *to, const MaskTile &m, bool numbers, int thread) {
+  const int packs = numbers ? 8 : 4;
+#pragma unroll(ROWS > 64 ? 1 : 2)
+  for (int at = thread; at < ROWS * packs; at += 128) {
+    const int row = at / packs, chunk = at % packs;
+    const int left = row < m.rows ? m.bytes - chunk * 16 : 0, bytes = left < 0 ? 0 : left < 16 ? left : 16;
+    const unsigned char *from = m.data + row * m.row_bytes + chunk * 16;
+    uint32_t word[4];
+    words_of(word, load_granules(from, bytes), from, bytes);
+    if (numbers)
+      *reinterpret_cast<uint4 *>(to + row * kRowBytes + (chunk ^ row % 8) * 16) =
+          make_uint4(word[0], word[1], word[2], word[3]);
+    else
+      *reinterpret_cast<uint16_t *>(to + row * 8 + chunk * 2) = (uint16_t)bits_of(word);
+  }
+}
+
+// Scores of 64 keys under a mask: of a bool one, hidden where their bits are 0; else scaled, and its numbers added.
+template <int SCORES>
+__device__ __forceinline__ void apply_mask(float (&scores)[SCORES], const unsigned char *tile, int mask_dtype,
+                                           float scale, int row, int lane) {
+  static_assert(SCORES == 32, "of 64 keys");
+  if (mask_dtype == AK_BOOL) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint2 bits = *reinterpret_cast<const uint2 *>(tile + (row + 8 * half) * 8);
+      const uint32_t mine[2] = {bits.x >> lane % 4 * 2, bits.y >> lane % 4 * 2};
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (i / 2 % 2 == half && (mine[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1) == 0) scores[i] = -INFINITY;
+    }
+    return;
+  }
+  by_dtype(mask_dtype == AK_BF16, [&](auto brain) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 2) {
+      const int half = i / 2 % 2, chunk = i / 4;
+      const uint32_t pair = *reinterpret_cast<const uint32_t *>(tile + (row + 8 * half) * kRowBytes +
+                                                                 (chunk ^ row % 8) * 16 + lane % 4 * 4);
+      scores[i] = scores[i] * scale + to_float(pair & 0xffff, brain.value);
+      scores[i + 1] = scores[i + 1] * scale + to_float(pair >> 16, brain.value);
+    }
+  });
+}
+
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <bool BRAIN, int WIDTH, int GROUPS>
-__global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROUPS>::blocks)
+template <bool BRAIN, int WIDTH, int GROUPS, bool MASKED>
+__global__ void __launch_bounds__(Wide<WIDTH, GROUPS, MASKED>::threads, Wide<WIDTH, GROUPS, MASKED>::blocks)
     attend_wide(const Attention a, const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                 const __grid_constant__ CUtensorMap v_map) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Wide<WIDTH, GROUPS>;
+  using S = Wide<WIDTH, GROUPS, MASKED>;
   constexpr bool kTurns = kInTurn && GROUPS == 2;
   extern __shared__ unsigned char memory[];
   unsigned char *q_tile = memory + (1024 - shared_address(memory) % 1024) % 1024;
   unsigned char *k_tiles = q_tile + S::q_bytes, *v_tiles = k_tiles + S::stages * S::tile_bytes;
-  Barriers<S::stages> *barriers = reinterpret_cast<Barriers<S::stages> *>(v_tiles + S::stages * S::tile_bytes);
+  unsigned char *mask_tiles = v_tiles + S::stages * S::tile_bytes;
+  using AllBarriers = std::conditional_t<MASKED, MaskBarriers<S::stages>, Barriers<S::stages>>;
+  static_assert(sizeof(AllBarriers) <= S::barrier_bytes, "barriers have room");
+  AllBarriers *barriers = reinterpret_cast<AllBarriers *>(mask_tiles + S::stages * S::mask_bytes);
   const int group = threadIdx.x / 128;
   if (threadIdx.x == 32) {
     fetch_map(&q_map);
@@ -1030,11 +1209,15 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
       barrier_init(&barriers->v_full[s], 1);
       barrier_init(&barriers->k_empty[s], GROUPS);
       barrier_init(&barriers->v_empty[s], GROUPS);
+      if constexpr (MASKED) {
+        barrier_init(&barriers->mask_full[s], 4);
+        barrier_init(&barriers->mask_empty[s], 4 * GROUPS);
+      }
     }
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
   }
   __syncthreads();
-  const Problem p = problem_of(a, blockIdx.x / (uint32_t)a.tiles);
+  const Problem p = whole_problem(a, blockIdx.x / (uint32_t)a.tiles);
   // The last rows have the most keys under causality: they go first.
   const int64_t top = (a.tiles - 1 - blockIdx.x % (uint32_t)a.tiles) * S::rows;
   const int64_t bottom = top + S::rows < a.Sq ? top + S::rows - 1 : a.Sq - 1;
@@ -1043,10 +1226,60 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
   const int64_t last = range.begin + (int64_t)(count - 1) * S::keys;  // tiles go from here to the beginning
 
   if (group == GROUPS) {
-    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == 128 * GROUPS) {
-      const int head = (int)p.head, batch = (int)p.batch;
-      const int key_head = (int)((uint32_t)p.head / (uint32_t)a.heads_per_key);
+    if constexpr (MASKED && GROUPS == 1)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    else if constexpr (MASKED)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    else if constexpr (GROUPS == 2)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    const int head = (int)p.head, batch = (int)p.batch;
+    const int key_head = (int)((uint32_t)p.head / (uint32_t)a.heads_per_key);
+    if constexpr (MASKED) {
+      const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+      const bool numbers = a.mask_dtype != AK_BOOL;
+      const uint32_t hidden = !numbers ? 0 : a.mask_dtype == AK_BF16 ? 0xff80ff80u : 0xfc00fc00u;
+      if (thread == 0 && count > 0)
+        copy_rows<S::parts, S::rows>(q_tile, &q_map, &barriers->q_full, (int)top, head, batch);
+      int given = 0;  // tiles
+#pragma unroll 1
+      for (int i = 0; i < count; i++) {
+        int *states = barriers->states[i / 4 % 2];
+        if (i % 4 == 0) {
+          const int64_t first = last - (int64_t)(i + warp) * S::keys;
+          if (i + warp < count) {
+            const int state = look_at<GROUPS == 1 ? 4 : 2>(mask_tile_of<S::rows>(a, p, top, first), hidden, lane);
+            if (lane == 0) states[warp] = state;
+          }
+          named_sync<128>(5);
+        }
+        const int state = states[i % 4], stage = given % S::stages, key = (int)(last - (int64_t)i * S::keys);
+        if (state == kHides) continue;
+        const uint32_t parity = given / S::stages % 2 ^ 1;
+        if (thread == 0) {
+          barrier_wait(&barriers->k_empty[stage], parity);
+          barriers->tiles[given % (2 * S::stages)] = {key, state};
+          copy_rows<S::parts, S::keys>(k_tiles + stage * S::tile_bytes, &k_map, &barriers->k_full[stage], key, key_head,
+                                       batch);
+        }
+        __syncwarp();
+        barrier_wait(&barriers->mask_empty[stage], parity);
+        unsigned char *mask_tile = mask_tiles + stage * S::mask_bytes;
+        if (state == kMixes) stage_tile<S::rows>(mask_tile, mask_tile_of<S::rows>(a, p, top, key), numbers, thread);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&barriers->mask_full[stage]);
+        if (thread == 0) {
+          barrier_wait(&barriers->v_empty[stage], parity);
+          copy_rows<S::parts, S::keys>(v_tiles + stage * S::tile_bytes, &v_map, &barriers->v_full[stage], key, key_head,
+                                       batch);
+        }
+        given++;
+      }
+      if (thread == 0 && count > 0) {
+        barrier_wait(&barriers->k_empty[given % S::stages], given / S::stages % 2 ^ 1);
+        barriers->tiles[given % (2 * S::stages)] = {0, kEnd};
+        barrier_arrive(&barriers->k_full[given % S::stages]);
+      }
+    } else if (threadIdx.x == 128 * GROUPS) {
       if (count > 0)
         copy_rows<S::parts, S::rows>(q_tile, &q_map, &barriers->q_full, (int)top, head, batch);
       for (int i = 0; i < count; i++) {
@@ -1061,7 +1294,12 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
       }
     }
   } else {
-    if constexpr (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if constexpr (MASKED && GROUPS == 1)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
+    else if constexpr (MASKED)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    else if constexpr (GROUPS == 2)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     const float scale = a.scale * 1.4426950408889634f;  // scores in powers of 2: exp2 is cheaper
     const int64_t shift = p.k_length - p.q_length, row = top + 16 * warp + lane / 4, group_top = top + 64 * group;
@@ -1088,8 +1326,13 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
         multiply_registers<BRAIN>(sums, weights[n], v + (n * 16 * kRowBytes >> 4), 1);
       group_end();
     };
-    const auto soften_tile = [&](int i) {
-      const int64_t first = last - (int64_t)i * S::keys;
+    // With a mask the tiles are those that it does not hide, and the last of them is followed by one with kEnd.
+    const auto tile_of = [&](int i) -> Tile {
+      if constexpr (MASKED) return barriers->tiles[i % (2 * S::stages)];
+      return {(int)(last - (int64_t)i * S::keys), kShows};
+    };
+    const auto soften_tile = [&](int i, Tile tile) {
+      const int64_t first = MASKED ? tile.key : last - (int64_t)i * S::keys;
       const bool plain = first + S::keys <= p.k_length && (!a.causal || first + S::keys - 1 <= group_top + shift) &&
                          (a.window <= 0 || first > group_top + 63 + shift - a.window);
       int begin[2] = {0, 0}, end[2] = {0, 0};
@@ -1101,22 +1344,44 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
           end[half] = seen.end;
         }
       }
-      soften(scores, running, scale, !plain, begin, end, lane);
+      if constexpr (MASKED) {
+        const bool numbers = a.mask_dtype != AK_BOOL;
+        barrier_wait(&barriers->mask_full[i % S::stages], i / S::stages % 2);
+        const unsigned char *mask_tile = mask_tiles + i % S::stages * S::mask_bytes;
+        if (tile.state == kMixes) {
+          apply_mask(scores, mask_tile, a.mask_dtype, a.scale, 16 * warp + lane / 4, lane);
+        } else if (numbers) {
+#pragma unroll
+          for (int j = 0; j < S::keys / 2; j++) scores[j] *= a.scale;
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&barriers->mask_empty[i % S::stages]);
+        soften<true>(scores, running, numbers ? 1.4426950408889634f : scale, !plain, begin, end, lane);
+      } else {
+        soften<false>(scores, running, scale, !plain, begin, end, lane);
+      }
     };
 
     if (count > 0) {
       barrier_wait(&barriers->q_full, 0);
       barrier_wait(&barriers->k_full[0], 0);
+    }
+    Tile tile = {0, kEnd};
+    if (count > 0) tile = tile_of(0);
+    if (tile.state != kEnd) {
       if (kTurns && group == 1) named_arrive<256>(1);  // the first group begins
       group_begin();
       multiply_keys(0);
       group_wait<0>();
       if (thread == 0) barrier_arrive(&barriers->k_empty[0]);
-      soften_tile(0);
+      soften_tile(0, tile);
       pack_all<BRAIN>(weights, scores);
-      for (int i = 1; i < count; i++) {
+      int i = 1;
+      for (; MASKED || i < count; i++) {
         const int stage = i % S::stages, before = (i - 1) % S::stages;
         barrier_wait(&barriers->k_full[stage], i / S::stages % 2);
+        tile = tile_of(i);
+        if (MASKED && tile.state == kEnd) break;
         if (kTurns) named_sync<256>(1 + group);
         group_begin();
         multiply_keys(i);
@@ -1126,7 +1391,7 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
         if (kTurns) named_arrive<256>(2 - group);  // the other group's products run while these scores are softened
         group_wait<1>();
         if (thread == 0) barrier_arrive(&barriers->k_empty[stage]);
-        soften_tile(i);
+        soften_tile(i, tile);
         group_wait<0>();
         if (thread == 0) barrier_arrive(&barriers->v_empty[before]);
 #pragma unroll
@@ -1134,9 +1399,9 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS>::threads, Wide<WIDTH, GROU
         pack_all<BRAIN>(weights, scores);
       }
       if (kTurns && group == 0) named_sync<256>(1);
-      barrier_wait(&barriers->v_full[(count - 1) % S::stages], (count - 1) / S::stages % 2);
+      barrier_wait(&barriers->v_full[(i - 1) % S::stages], (i - 1) / S::stages % 2);
       group_begin();
-      multiply_values(count - 1);
+      multiply_values(i - 1);
       group_wait<0>();
     }
 
@@ -1453,11 +1718,11 @@ int run_decode(const Attention &a, int major, int device, cudaStream_t stream) {
   }
 }
 
-template <bool BRAIN, int WIDTH, int GROUPS>
+template <bool BRAIN, int WIDTH, int GROUPS, bool MASKED>
 int run_wide(Attention &a, int64_t key_heads, int device, cudaStream_t stream) {
-  using S = Wide<WIDTH, GROUPS>;
+  using S = Wide<WIDTH, GROUPS, MASKED>;
   CUtensorMap q_map, k_map, v_map;
-  if (!runs_here<attend_wide<BRAIN, WIDTH, GROUPS>>(S::bytes, false, device) ||
+  if (!runs_here<attend_wide<BRAIN, WIDTH, GROUPS, MASKED>>(S::bytes, false, device) ||
       !map_of(&q_map, a.q, a.brain, a.q_strides, a.D, a.Sq, a.heads, a.sequences, S::rows) ||
       !map_of(&k_map, a.k, a.brain, a.k_strides, a.D, a.Sk, key_heads, a.sequences, S::keys) ||
       !map_of(&v_map, a.v, a.brain, a.v_strides, a.Dv, a.Sk, key_heads, a.sequences, S::keys))
@@ -1465,7 +1730,8 @@ int run_wide(Attention &a, int64_t key_heads, int device, cudaStream_t stream) {
   a.tiles = (a.Sq + S::rows - 1) / S::rows;
   const int64_t blocks = a.tiles * a.heads * a.sequences;
   if (blocks > 0x7fffffff) return AK_UNSUPPORTED;
-  attend_wide<BRAIN, WIDTH, GROUPS><<<(unsigned)blocks, S::threads, S::bytes, stream>>>(a, q_map, k_map, v_map);
+  attend_wide<BRAIN, WIDTH, GROUPS, MASKED>
+      <<<(unsigned)blocks, S::threads, S::bytes, stream>>>(a, q_map, k_map, v_map);
   return (int)cudaGetLastError();
 }
 
@@ -1474,14 +1740,19 @@ template <bool BRAIN, int WIDTH>
 int run_here(Attention &a, int major, int64_t key_heads, const AkContext *ctx) {
   const cudaStream_t stream = (cudaStream_t)ctx->stream;
   if (a.Sq == 1) return run_decode<BRAIN, WIDTH>(a, major, ctx->device, stream);
-  if (!a.q_packs || a.mask != NULL || a.scale <= 0.0f || major != 9) return kNotHere;
+  if (!a.q_packs || a.scale <= 0.0f || major != 9) return kNotHere;
+  if (a.mask != NULL) {
+    // Its keys follow each other, its numbers have 16 bits: so models give it.
+    if (a.mask_column != 1 || a.mask_dtype == AK_F32) return kNotHere;
+    return run_wide<BRAIN, WIDTH, WIDTH <= 128 ? 1 : 2, true>(a, key_heads, ctx->device, stream);
+  }
   int processors = 0;
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, ctx->device);
   const int64_t blocks = (a.Sq + 127) / 128 * a.heads * a.sequences;
   // Short sequences, or too few: smaller blocks.
   if (WIDTH <= 128 && (a.Sk <= kShort || blocks < processors))
-    return run_wide<BRAIN, WIDTH <= 128 ? WIDTH : 128, 1>(a, key_heads, ctx->device, stream);
-  return run_wide<BRAIN, WIDTH, 2>(a, key_heads, ctx->device, stream);
+    return run_wide<BRAIN, WIDTH <= 128 ? WIDTH : 128, 1, false>(a, key_heads, ctx->device, stream);
+  return run_wide<BRAIN, WIDTH, 2, false>(a, key_heads, ctx->device, stream);
 }
 
 template <int WIDTH>
