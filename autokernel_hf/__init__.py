@@ -71,11 +71,16 @@ def optimize(
     return pipeline.optimize(settings, out=Path(out), resume=Path(resume) if resume is not None else None)
 
 
-def load(name: str, *, version: int | None = None, trust_remote_code: bool = False) -> ModuleType:
-    """A kernel package from the Hub or a folder: a thin wrapper of `kernels.get_kernel`."""
+def load(
+    name: str, *, version: int | None = None, trust_remote_code: bool = False, backend: str | None = None
+) -> ModuleType:
+    """A kernel package from the Hub or a folder: a thin wrapper of `kernels.get_kernel`.
+
+    Without a backend: for what torch was built for, else for CPUs.
+    """
     from autokernel_hf import hub
 
-    return hub.load(name, version=version, trust_remote_code=trust_remote_code)
+    return hub.load(name, version=version, trust_remote_code=trust_remote_code, backend=backend)
 
 
 def apply(

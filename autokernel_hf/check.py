@@ -61,7 +61,6 @@ class Loaded:
 
     variant: str
     id: str
-    past_variant: bool
     functions: tuple[str, ...]
     layers: tuple[str, ...]
     digest: Mapping[str, str]
@@ -189,8 +188,7 @@ def load_fresh(
     """
     variants = packages.read_variants(folder)
     no_gpu = not torch.cuda.is_available()
-    device = "cpu" if no_gpu else "cuda"
-    calls = list(_calls(variants, device)) if run else []
+    calls = list(_calls(variants)) if run else []
     noarch = next((v for v in variants if packages.is_noarch(v.name)), None)
     with tempfile.TemporaryDirectory(prefix="autokernel_hf-check-") as temporary:
         work = Path(temporary)
@@ -200,7 +198,9 @@ def load_fresh(
             "repo_id": repo_id,
             "version": version,
             "fallback": _fallback(noarch, walled=repo_id is None) if no_gpu and noarch is not None else None,
-            "device": device,
+            "backends": loading_backends(),
+            # A package for CPUs alone needs no GPU behind the walls.
+            "gpu": not no_gpu and any(v.metadata.backend.type != "cpu" for v in variants),
             "calls": "calls.pt",
             "limit": 2 if no_gpu and noarch is not None else 12,
             "outcomes": "outcomes.pt",
@@ -227,8 +227,14 @@ def load_fresh(
     problems += [
         f"layer {layer['name']} {problem}" for layer in report["layers"] for problem in layer["problems"]
     ]
-    found, notes = _compare(report["functions"], calls, outcomes or [])
-    if report["past_variant"]:
+    found: list[str] = []
+    notes: list[str] = []
+    interpreted = report["device"] == "cpu" and packages.backend_of_variant(report["variant"]) != "cpu"
+    if report["device"] is None:
+        notes.append(f"no GPU here: {report['variant']} was loaded and its functions were not called")
+    else:
+        found, notes = _compare(report["functions"], calls, outcomes or [])
+    if interpreted:
         notes.insert(0, f"no GPU here: {report['variant']} was run in Triton's interpreter")
     notes += [f"the walls around it lack something: {what}" for what in lacking]
     functions = tuple(f["name"] for f in report["functions"])
@@ -237,13 +243,21 @@ def load_fresh(
     return Loaded(
         variant=report["variant"],
         id=report["id"],
-        past_variant=report["past_variant"],
         functions=functions,
         layers=tuple(layer["name"] for layer in report["layers"]),
         digest=report["digest"],
         problems=tuple(problems + found),
         notes=tuple(notes),
     )
+
+
+def loading_backends() -> list[str | None]:
+    """What to ask `kernels` for, in turn.
+
+    By itself it looks for variants of what torch was built for, GPU or not: with the torch that PyPI has for Linux, it
+    finds no variant for CPUs unless it is asked for one.
+    """
+    return [None] if torch.version.cuda is None and torch.version.hip is None else [None, "cpu"]
 
 
 def _fallback(variant: packages.Variant, *, walled: bool) -> str:
@@ -334,7 +348,7 @@ class _Call:
     args: Mapping[str, Any]
 
 
-def _calls(variants: Sequence[packages.Variant], device: str) -> Iterator[_Call]:
+def _calls(variants: Sequence[packages.Variant]) -> Iterator[_Call]:
     """Small calls of every function whose name is a kernel type's, dtypes in turn."""
     names = dict.fromkeys(n for v in variants for n in packages.exported_names(v.path))
     types = kernel_types()

@@ -30,19 +30,32 @@ class Bar(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is barred in this process", name=name)
 
 
-def load(request: dict[str, Any]) -> tuple[Any, bool]:
-    """The package's module, and whether it was loaded past the choice of a variant (see `fallback`)."""
+def load(request: dict[str, Any]) -> Any:
+    """The package's module."""
     from kernels import get_kernel, get_local_kernel
 
-    try:
-        if request["folder"] is not None:
-            return get_local_kernel(Path(request["folder"])), False
-        return get_kernel(request["repo_id"], version=request["version"], trust_remote_code=True), False
-    except FileNotFoundError:
-        # No variant is for this machine. One that needs no compiled code can still be run in Triton's interpreter.
-        if request["fallback"] is None:
-            raise
-        return get_local_kernel(Path(request["fallback"])), True
+    refusals = []
+    for backend in request["backends"]:
+        try:
+            if request["folder"] is not None:
+                return get_local_kernel(Path(request["folder"]), backend=backend)
+            repo_id, version = request["repo_id"], request["version"]
+            return get_kernel(repo_id, version=version, backend=backend, trust_remote_code=True)
+        except FileNotFoundError as error:
+            refusals.append(error)
+    # No variant is for this machine. One that needs no compiled code can still be run in Triton's interpreter.
+    if request["fallback"] is None:
+        raise refusals[0]
+    return get_local_kernel(Path(request["fallback"]))
+
+
+def where_to_run(folder: Path, gpu: bool) -> str | None:
+    """The device on which a variant runs here; None where it is for GPUs, compiled, and there is none."""
+    backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["backend"]["type"]
+    if backend == "cpu":
+        return "cpu"
+    compiled = any(folder.rglob("*.so"))
+    return "cuda" if gpu else None if compiled else "cpu"
 
 
 def functions_of(module: Any) -> dict[str, Any]:
@@ -137,7 +150,7 @@ def main() -> None:
     report: dict[str, Any] = {"loaded": False, "error": None}
     answer = Path(request["report"])
     try:
-        module, past_variant = load(request)
+        module = load(request)
     except Exception as error:  # noqa: BLE001 - whatever a package raises is a finding
         report["error"] = f"{type(error).__name__}: {error}"
         report["traceback"] = traceback.format_exc()
@@ -146,9 +159,10 @@ def main() -> None:
     import torch
 
     folder = Path(module.__file__).parent
+    device = where_to_run(folder, request["gpu"])
     report |= {
         "loaded": True,
-        "past_variant": past_variant,
+        "device": device,
         "variant": folder.name,
         "id": module.__name__,
         "functions": [{"name": n, "schema": schema_of(module, n)} for n in sorted(functions_of(module))],
@@ -163,7 +177,7 @@ def main() -> None:
     }
     # What is known by now is kept, should a call end the process.
     answer.write_text(json.dumps(report), encoding="utf-8")
-    calls = torch.load(request["calls"], weights_only=True, map_location=request["device"])
+    calls = torch.load(request["calls"], weights_only=True, map_location=device) if device else []
     torch.save(run(module, calls, request["limit"]), request["outcomes"])
     report["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == BARRED)
     answer.write_text(json.dumps(report), encoding="utf-8")

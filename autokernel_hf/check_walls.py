@@ -37,7 +37,7 @@ def main(work: str, folder: str, timeout_s: str) -> None:
     files = {f"package/build/{path}": file.read_bytes() for path, file in files_of(Path(folder) / "build")}
     files |= {name: (place / name).read_bytes() for name in ("request.json", "calls.pt")}
 
-    on_a_gpu = json.loads(files["request.json"])["device"] == "cuda"
+    on_a_gpu = bool(json.loads(files["request.json"])["gpu"])
 
     def body(channel: int) -> int:
         if on_a_gpu and not confine.cuda_starts():

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import nn
 
 from autokernel_hf import interface, packages, signing
 from autokernel_hf.card import repo_placeholder
-from autokernel_hf.check import LoadError, load_fresh
+from autokernel_hf.check import LoadError, load_fresh, loading_backends
 from autokernel_hf.errors import HubError, PackageError, UsageError
 from autokernel_hf.hub_client import (
     api,
@@ -336,7 +336,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def load(
-    name_or_folder: str | Path, *, version: int | None = None, trust_remote_code: bool = False
+    name_or_folder: str | Path,
+    *,
+    version: int | None = None,
+    trust_remote_code: bool = False,
+    backend: str | None = None,
 ) -> ModuleType:
     """A kernel package's module: `kernels.get_kernel`, or `kernels.get_local_kernel` for a folder.
 
@@ -345,6 +349,8 @@ def load(
     Args:
         version: The version of a Hub repository; needed there, of no meaning for a folder.
         trust_remote_code: Whether code of publishers whom the Hub does not list as trusted may run.
+        backend: "cpu", or what torch was built for ("cuda", "rocm"). Where not given: what torch was built for, else,
+            where the package has nothing for that, "cpu".
 
     Raises:
         PackageError: No variant is for this machine, or the package is damaged.
@@ -353,13 +359,13 @@ def load(
     """
     import kernels
 
+    backends = loading_backends() if backend is None else [backend]
     folder = Path(name_or_folder)
     with contextlib.suppress(RuntimeError):  # "~" and an account that is not there
         folder = folder.expanduser()
     if folder.is_dir():
         with _loading(str(name_or_folder)):
-            local: ModuleType = kernels.get_local_kernel(folder.resolve())
-        return local
+            return _for_first(backends, lambda b: kernels.get_local_kernel(folder.resolve(), backend=b))
     repo_id = str(name_or_folder)
     if not is_repo_id(repo_id):
         raise UsageError(f"There is no folder {name_or_folder}.", remedy="Give a folder, or namespace/name.")
@@ -377,13 +383,32 @@ def load(
                 remedy="If you trust its code, say trust_remote_code=True (--trust-remote-code).",
             )
         with _loading(repo_id):
-            kept: ModuleType = kernels.get_local_kernel(cached_folder)
-        return kept
+            return _for_first(backends, lambda b: kernels.get_local_kernel(cached_folder, backend=b))
     with _loading(repo_id), friendly("load the kernel", repo_id):
-        loaded: ModuleType = kernels.get_kernel(repo_id, version=version, trust_remote_code=trust_remote_code)
+        loaded = _for_first(
+            backends,
+            lambda b: kernels.get_kernel(
+                repo_id, version=version, backend=b, trust_remote_code=trust_remote_code
+            ),
+        )
     if not redirected:
         remember(repo_id, version, Path(str(loaded.__file__)).parent.name)
     return loaded
+
+
+def _for_first(backends: Sequence[str | None], load: Callable[[str | None], ModuleType]) -> ModuleType:
+    """A module for the first backend that a package has a variant for.
+
+    Raises:
+        FileNotFoundError: It has none; the loader's words on the first.
+    """
+    refusals = []
+    for backend in backends:
+        try:
+            return load(backend)
+        except FileNotFoundError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 @contextmanager
@@ -451,7 +476,9 @@ def apply(
         ModelError: A place is replaced already.
         UsageError: The model is in training mode, and the package has no backward.
     """
-    module = load(name_or_folder, version=version, trust_remote_code=trust_remote_code)
+    module = load(
+        name_or_folder, version=version, trust_remote_code=trust_remote_code, backend=_backend_of(model)
+    )
     variant = Path(str(module.__file__)).parent
     layers = getattr(module, "layers", None)
     names = [name for name in packages.exported_names(variant) if name in kernel_types()]
@@ -497,6 +524,12 @@ def restore(model: M) -> M:
     for patch in reversed(_applied.pop(model, [])):
         restore_sites(patch)
     return model
+
+
+def _backend_of(model: nn.Module) -> str | None:
+    """What a model needs a kernel for, by where its first parameter is; None for what torch was built for."""
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is not None and parameter.device.type == "cpu" else None
 
 
 def _dtype_at(model: nn.Module, site: Site) -> str | None:
