@@ -16,7 +16,7 @@ import pytest
 
 from autokernel_hf.bundle import export_files
 from autokernel_hf.records import Package
-from tests.package_factory import candidate
+from tests.package_factory import candidate, exported
 
 pytestmark = pytest.mark.gpu
 
@@ -106,7 +106,15 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return export_files(files, "llama-kernels", out=tmp_path_factory.mktemp(request.param))
 
 
-def run(package: Package, code: str, device: str = "cuda") -> dict[str, Any]:
+# Under the name of a repository, as which LOCAL_KERNELS gives out the folder.
+ATTENTION = """
+model = llama()
+model.set_attn_implementation("acme/attention", allow_all_kernels=True)
+report(torch.compile(model, fullgraph=True) if compiled else model)
+"""
+
+
+def run(package: Package, code: str, device: str = "cuda", **env: str) -> dict[str, Any]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "LOCAL_KERNELS", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, "-B", "-c", COMMON + code, package.path, device],
@@ -115,7 +123,7 @@ def run(package: Package, code: str, device: str = "cuda") -> dict[str, Any]:
         timeout=300,
         check=False,
         cwd=Path(package.path).parent,
-        env={**clean, "HF_HUB_OFFLINE": "1"},
+        env={**clean, "HF_HUB_OFFLINE": "1", **env},
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -133,3 +141,15 @@ def test_a_captured_pass_computes_with_the_inputs_of_its_replay(package: Package
     found = run(package, GRAPH)
     assert found["calls"] == CALLS
     assert found["differences"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled whole"])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_an_attention_package_serves_a_llama_by_its_name(
+    backend: str, compiled: bool, tmp_path: Path
+) -> None:
+    package = exported("flash_attention", backend, tmp_path)
+    code = f"compiled = {compiled}\n{ATTENTION}"
+    found = run(package, code, LOCAL_KERNELS=f"acme/attention={package.path}")
+    assert found["calls"] == {"flash_attention": LAYERS}
+    assert found["error"] <= 1.5 * found["plain_error"]
