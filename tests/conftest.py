@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,11 @@ import pytest
 # Before any Hugging Face library is imported: no test may leave this machine.
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torch is: threads of OpenMP spin while they wait, so that two workers with a thread a core take several times the
+# cores' time. Each gets its part of them.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    _share = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,11 +36,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Builds of tests go to a cache of their own, unless the run names one."""
-    if "AUTOKERNEL_HF_CACHE" not in os.environ:
-        os.environ["AUTOKERNEL_HF_CACHE"] = str(tmp_path_factory.mktemp("autokernel_hf_cache"))
+def pytest_configure(config: pytest.Config) -> None:
+    """Builds of tests go to a cache of their own, which the workers share, unless the run names one."""
+    if "AUTOKERNEL_HF_CACHE" in os.environ:  # named, or this is a worker
+        return
+    folder = tempfile.mkdtemp(prefix="autokernel_hf_tests_")
+    os.environ["AUTOKERNEL_HF_CACHE"] = folder
+
+    def remove() -> None:
+        os.environ.pop("AUTOKERNEL_HF_CACHE", None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(remove)
 
 
 @pytest.fixture
