@@ -23,6 +23,9 @@ WORTH = 0.5
 BEAM = 6
 EPSILON = 0.01
 """An improvement below it is none."""
+FINALISTS = 3
+FINAL = "final"
+"""The tag of an experiment that judges a source once more, before a target is concluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,32 @@ def beam(found: Sequence[Elite], size: int = BEAM) -> tuple[Elite, ...]:
     return tuple([*first, *rest][:size])
 
 
+def finalists(
+    attempts: Sequence[Experiment], scores: Mapping[int, float | None], kept: Experiment
+) -> tuple[Experiment, ...]:
+    """What may be faster than the incumbent, though it was not kept: attempts with a higher score, best first.
+
+    Their verdicts fell against other incumbents, in other sessions, or within their noise. Left out are those that were
+    not timed on all calls, and those that were timed against this incumbent once more already.
+    """
+    own = scores.get(kept.experiment)
+    if own is None:
+        return ()
+    done = {e.digest for e in attempts if FINAL in e.tag.split(",") and e.against == kept.experiment}
+    done |= {e.digest for e in attempts if e.decision == "keep"}
+    best: dict[str, tuple[float, Experiment]] = {}
+    for attempt in attempts:
+        score = scores.get(attempt.experiment)
+        if score is None or score <= own or attempt.duplicate_of is not None or attempt.digest in done:
+            continue
+        if any(w.latency_us is None for w in attempt.evaluation.workloads):
+            continue
+        known = best.get(attempt.digest)
+        if known is None or score > known[0]:
+            best[attempt.digest] = (score, attempt)
+    return tuple(attempt for _, attempt in sorted(best.values(), key=lambda pair: -pair[0]))
+
+
 def stale(attempts: Sequence[Experiment], scores: Mapping[int, float | None]) -> int:
     """How many attempts there were since the best score rose by more than `EPSILON`."""
     best, since = 0.0, 0
@@ -116,5 +145,5 @@ def stale(attempts: Sequence[Experiment], scores: Mapping[int, float | None]) ->
         if score is not None and score > best * (1 + EPSILON):
             best, since = score, 0
         else:
-            since += attempt.duplicate_of is None
+            since += attempt.duplicate_of is None and FINAL not in attempt.tag.split(",")
     return since

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from autokernel_hf import tunables
 from autokernel_hf.agent import Context, NothingLeft, Proposer
-from autokernel_hf.archive import beam, cell_of, elites
+from autokernel_hf.archive import FINAL, FINALISTS, beam, cell_of, elites, finalists
 from autokernel_hf.errors import DeviceError, JudgeError
 from autokernel_hf.figures import gain_over, scores_of, weighted
-from autokernel_hf.ledger import Finished, Round, StopKind
+from autokernel_hf.ledger import Demoted, Finished, Judged, Round, StopKind
 from autokernel_hf.progress import Progress
 from autokernel_hf.records import (
     Backend,
@@ -137,6 +137,7 @@ class Search:
         self.run = run
         self._judge = judge
         self._more = tuple(more)
+        self._device: str | None = None  # whose session the judge is, once several have worked
         self._ahead = ahead
         self._depth = depth
         self._base = ""
@@ -164,7 +165,7 @@ class Search:
     def experiment(self, candidate: Candidate, proposal: Proposal) -> Experiment:
         """Judge one candidate and enter it: commit, ledger, refs, table."""
         number, started = self._begin(candidate, proposal)
-        return self._judged(number, started, candidate, proposal, self.judge, None)
+        return self._judged(number, started, candidate, proposal, self.judge, self._device)
 
     def _begin(self, candidate: Candidate, proposal: Proposal) -> tuple[int, float]:
         number = self.run.begin(
@@ -185,7 +186,8 @@ class Search:
     ) -> Experiment:
         incumbent = self.run.kept(self.target.name)
         while True:
-            known = self._machine_code()
+            # A finalist is timed again on purpose.
+            known = {} if FINAL in proposal.tags else self._machine_code()
             opponent = self.run.source(incumbent) if incumbent else None
             more: dict[str, Any] = {"known": frozenset(known)} if known else {}
             if meanwhile is not None:
@@ -354,7 +356,8 @@ class Search:
             raise lost[0][1]
         gone = {device for device, _ in lost}
         living = [(device, judge) for device, judge in judges if device not in gone]
-        self._judge, self._more = living[0][1], tuple(living[1:])
+        self._device, self._judge = living[0]
+        self._more = tuple(living[1:])
 
     def _lane(
         self, proposer: Proposer, seed: int, started: float, device: str | None, judge: Judging
@@ -504,7 +507,8 @@ class Search:
         for attempt in reversed(attempts):
             if attempt.decision == "keep" or attempt.tag == "starter":
                 break
-            reverts += attempt.duplicate_of is None  # which says nothing that was not known
+            # Duplicates and finalists say nothing of what else could be tried.
+            reverts += attempt.duplicate_of is None and attempt.tag != FINAL
         if reverts >= limits.max_reverts:
             return Stop("plateau", f"{reverts} experiments in a row were not kept")
         kept = [e for e in attempts if e.decision == "keep"]
@@ -517,12 +521,46 @@ class Search:
                 return Stop("goal", f"the goal of {limits.speedup:.2f}x against torch is reached")
         return None
 
+    def time_finalists(self) -> None:
+        """Judge what may be better than the incumbent once more, in turn with it, and keep it if it is.
+
+        In one session, one after the other, each against the best so far. A resumed run goes on where it was ended.
+        """
+        own = [
+            e
+            for e in self.run.events()
+            if isinstance(e, Judged | Demoted) and _target_of(e) == self.target.name
+        ]
+        if own and isinstance(own[-1], Demoted):
+            return  # they were timed before the confirmation
+        attempts = self.attempts()
+        before = next((i for i, e in enumerate(reversed(attempts)) if e.tag != FINAL), len(attempts))
+        fallen = {e.experiment for e in own if isinstance(e, Demoted)}
+        barred = {e.digest for e in attempts if e.experiment in fallen}
+        for _ in range(FINALISTS - before):
+            kept = self.run.kept(self.target.name)
+            if kept is None:
+                return
+            found = finalists(self.attempts(), self.scores(), kept)
+            attempt = next((e for e in found if e.digest not in barred), None)
+            if attempt is None:
+                return
+            candidate = self._source(attempt)
+            proposal = Proposal(
+                source=candidate.source,
+                rationale=f"#{attempt.experiment} once more, against #{kept.experiment}",
+                tags=(FINAL,),
+                tunables=dict(attempt.tunables),
+            )
+            self._report(self.experiment(candidate, proposal))
+
     def conclude(self, stop: Stop) -> tuple[TargetResult, Winner | None]:
-        """Confirm the incumbent against the model's own code, and enter the target's outcome.
+        """Time the finalists, confirm the incumbent against the model's own code, and enter the target's outcome.
 
         Where the confirmation run does not bear an incumbent out, it is demoted and the one before it takes its place.
         One that was confirmed when the target was concluded before needs no second run.
         """
+        self.time_finalists()
         began = time.monotonic()
         fallen: list[str] = []
         known = self.run.result(self.target.name)
@@ -607,6 +645,10 @@ class Search:
             f"#{record.experiment} {record.decision} ({record.evaluation.status}{figure}; {record.seconds:.1f} s): "
             f"{record.description}",
         )
+
+
+def _target_of(event: Judged | Demoted) -> str:
+    return event.record.target if isinstance(event, Judged) else event.target
 
 
 def _first_failure(attempts: Sequence[Experiment]) -> str:
