@@ -176,7 +176,7 @@ def test_triton_starters_are_right_in_the_interpreter() -> None:
     report = json.loads(done.stdout)
     assert set(report) == set(TYPES)
     for name, examined in report.items():
-        assert examined["calls"] >= 70 and not examined["problems"], f"{name}: {examined['problems'][:5]}"
+        assert examined["calls"] > 50 and not examined["problems"], f"{name}: {examined['problems'][:5]}"
 
 
 # --- a package with gradients -------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from autokernel_hf.judge.checks import check_values, expect
 from autokernel_hf.kernels import kernel_type, starter
 from autokernel_hf.kernels.base import KernelType, make_inputs
 from autokernel_hf.records import Scalar, Workload
+from autokernel_hf.tunables import Tunable
 from autokernel_hf.variant import Domain
 
 # Small enough that every way through a starter is short in the interpreter.
 SHORTENED: dict[str, Scalar] = {"LONGEST": 512, "CHUNK": 256, "TILE": 512}
 FEW_PROGRAMS = 1 << 13
+# Constants that choose how a kernel is launched: the interpreter reads none of it, so that one call shows what there is.
+LAUNCH_ONLY = re.compile(r"WARPS|STAGES|PER_THREAD")
 
 
 def load(source: str, folder: Path, name: str) -> Any:
@@ -45,10 +49,28 @@ def load(source: str, folder: Path, name: str) -> Any:
 
 
 def workloads_of(kind: KernelType) -> list[Workload]:
-    """The judge's own calls of all stages that the interpreter can run."""
+    """The judge's own calls of all stages that the interpreter can run, each once.
+
+    Of those in float16 every second, which takes the same ways.
+    """
     scope = Scope(kernel_type=kind, workloads=(), dtypes=INTERPRETER_DTYPES, interpret=True)
     domain = Domain(dtypes=kind.dtypes, values={})
-    return [case.workload for stage in STAGES for case in cases_of(stage, scope, domain)]
+    every = [case.workload for stage in STAGES for case in cases_of(stage, scope, domain)]
+    distinct = {w.model_dump_json(): w for w in every}.values()
+    return [w for i, w in enumerate(distinct) if w.dtype == "float32" or i % 2]
+
+
+def with_each_choice(
+    known: Sequence[Tunable], few: list[Workload]
+) -> list[tuple[dict[str, Scalar], list[Workload]]]:
+    """Every value of every tunable, and the calls that are made with it: one, where it only tells how to launch."""
+    shortest = min((w for w in few if min(spec_size(w))), key=lambda w: max(spec_size(w)))
+    return [
+        ({t.name: choice}, [shortest] if LAUNCH_ONLY.search(t.name) else few)
+        for t in known
+        for choice in t.choices
+        if choice != t.value
+    ]
 
 
 def problems_of(module: Any, kind: KernelType, workload: Workload) -> Iterator[str]:
@@ -85,10 +107,9 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     shortened = {t.name: v for t in known for n, v in SHORTENED.items() if t.name == n}
     if shortened:
         settings.append((shortened, short))
-    # Every value of every tunable, on a few calls that take different ways through the starter.
+    # A few calls that take different ways through the starter.
     longest = max(ordinary, key=lambda w: max(spec_size(w)))
-    few = [*short[:: max(1, len(short) // 4)], longest]
-    settings += [({t.name: choice}, few) for t in known for choice in t.choices if choice != t.value]
+    settings += with_each_choice(known, [*short[:: max(1, len(short) // 4)], longest])
     problems, calls = [], 0
     for i, (values, workloads) in enumerate(settings):
         # SHORTENED leaves the tunables' own choices, so it is set and not substituted.

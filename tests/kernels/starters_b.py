@@ -24,9 +24,8 @@ import torch
 from autokernel_hf import tunables
 from autokernel_hf.judge.checks import check_values, expect
 from autokernel_hf.kernels import kernel_type, starter
-from autokernel_hf.kernels.base import KernelType, make_inputs
-from autokernel_hf.records import Workload
-from tests.kernels.interpreted import load, problems_of, spec_size, workloads_of
+from autokernel_hf.kernels.base import make_inputs
+from tests.kernels.interpreted import load, problems_of, spec_size, with_each_choice, workloads_of
 
 TYPES = ("matmul", "flash_attention", "fused_mlp", "cross_entropy", "rotary_embedding", "reduce")
 
@@ -40,21 +39,12 @@ def source_of(name: str) -> str:
 # --- interpreted --------------------------------------------------------------------------------------------------
 
 
-def calls_of(kind: KernelType) -> list[Workload]:
-    """The judge's calls, each once; of those in float16 every second, which takes the same ways."""
-    distinct = list({w.model_dump_json(): w for w in workloads_of(kind)}.values())
-    return [w for i, w in enumerate(distinct) if w.dtype == "float32" or i % 2]
-
-
 def examine(name: str, folder: Path) -> dict[str, Any]:
     kind, source = kernel_type(name), source_of(name)
-    ordinary = calls_of(kind)
+    ordinary = workloads_of(kind)
     short = sorted((w for w in ordinary if min(spec_size(w)) > 0), key=lambda w: max(spec_size(w)))
     few = [short[len(short) // 3], short[2 * len(short) // 3]]
-    settings = [({}, ordinary)]
-    settings += [
-        ({t.name: choice}, few) for t in tunables.parse(source) for choice in t.choices if choice != t.value
-    ]
+    settings = [({}, ordinary), *with_each_choice(tunables.parse(source), few)]
     problems, calls = [], 0
     for i, (values, workloads) in enumerate(settings):
         module = load(tunables.substitute(source, values), folder, f"{name}_{i}")
