@@ -283,7 +283,9 @@ def test_no_compiler_is_told_with_its_remedy(tmp_path: Path, repository_root: Pa
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("script", ["optimize_model", "publish_kernel", "use_kernel"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("optimize_model", marks=pytest.mark.slow), "publish_kernel", "use_kernel"]
+)
 def test_examples_run_as_they_are(
     script: str, record: dict[str, Any], model_folder: Path, tmp_path: Path, repository_root: Path
 ) -> None:
@@ -306,6 +308,37 @@ def test_examples_run_as_they_are(
     assert expected in done.stdout
     if script == "use_kernel":
         assert float(done.stdout.rsplit(": ", 1)[1]) < 1e-4
+
+
+_NOTHING_TO_WIN = """
+import torch
+
+class Filter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filter = torch.nn.Conv1d(4, 4, 3)
+
+    def forward(self, x):
+        return self.filter(x)
+
+def get_inputs():
+    return {"x": torch.randn(2, 4, 64)}
+"""
+
+
+def test_the_example_of_optimizing_tells_that_there_is_nothing_to_win(
+    tmp_path: Path, repository_root: Path
+) -> None:
+    """In Python, as the other examples are; a search by it takes a minute (`slow`), and is what `record` is a run of."""
+    (tmp_path / "filter.py").write_text(_NOTHING_TO_WIN)
+    done = subprocess.run(
+        [sys.executable, str(repository_root / "examples/optimize_model.py"), "filter.py:Filter", "--device", "cpu"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ": no_speedup. no kernel type has enough to gain in this model" in done.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    assert RunRecord.load(run / "result.json").status == "no_speedup"
 
 
 @pytest.mark.gpu
