@@ -260,7 +260,14 @@ def test_starter_is_right_in_all_that_the_judge_asks(name: str, folder: Path) ->
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # A file of gradients is compiled once here, for the test above; its vectors are those of the others.
+        pytest.param(name, marks=pytest.mark.slow if name.endswith("_backward") else [])
+        for name in TYPES
+    ],
+)
 def test_every_tunable_value_is_right_at_every_cpu_level(name: str, folder: Path) -> None:
     kind, source = kernel_type(name), source_of(name)
     settings = variants(source)
