@@ -54,7 +54,7 @@ def source_files(
     domain = contract.check(candidate, kernel_type)
     files = {
         "build.toml": build_toml(candidate, name=name, version=version, license=license, archs=archs),
-        f"tests/test_{kernel_type.name}.py": _test_source(kernel_type, domain, gradients),
+        f"tests/test_{kernel_type.name}.py": _test_source(kernel_type, domain, candidate.backend, gradients),
         f"benchmarks/benchmark_{kernel_type.name}.py": _benchmark_source(
             kernel_type, domain, candidate.backend
         ),
@@ -217,8 +217,12 @@ def _torch_ext(candidate: Candidate, kernel_type: KernelType, domain: Domain, pa
 # --- tests and benchmarks -----------------------------------------------------------------------------------------
 
 
-def _test_source(kernel_type: KernelType, domain: Domain, gradients: Sequence[str] = ()) -> str:
+def _test_source(kernel_type: KernelType, domain: Domain, backend: str, gradients: Sequence[str] = ()) -> str:
     tolerance = kernel_type.tolerance
+    on_cpu = backend == "cpp"
+    where = '"cpu"' if on_cpu else '"cuda" if torch.cuda.is_available() else "cpu"'
+    # Else `kernels` looks for what torch was built for.
+    asked = ', backend="cpu"' if on_cpu else ""
     cases = []
     for workload in _test_workloads(kernel_type, domain):
         ulps = tolerance.ulps * tolerance.growth(workload)
@@ -243,7 +247,7 @@ from kernels import get_local_kernel
 from torch import Tensor
 
 K = {tolerance.k:.6g}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = {where}
 CASES = [
 {chr(10).join(cases)}
 ]
@@ -253,7 +257,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernel():
-    return get_local_kernel(Path(__file__).resolve().parent.parent)
+    return get_local_kernel(Path(__file__).resolve().parent.parent{asked})
 
 
 def exact(args):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from kernels import (
-    LayerRepository,
     LocalLayerRepository,
     Mode,
     get_kernel,
@@ -26,8 +25,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("kernel", help="repository or folder")
 parser.add_argument("layer", help="RMSNorm, SiLU, NewGELU, ...: the name of the hook and of the layer")
 parser.add_argument("--version", type=int, default=1)
+parser.add_argument(
+    "--device", choices=["cpu", "cuda"], help="a C++ kernel needs cpu (default: cuda if there is one)"
+)
 arguments = parser.parse_args()
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+# Without a backend, `kernels` looks for what torch was built for; the torch of PyPI was built for CUDA, GPU or not.
+backend = "cpu" if device == "cpu" else None
 
 # A small model with random weights, so that this runs anywhere; use AutoModelForCausalLM.from_pretrained for a real one.
 config = (
@@ -44,13 +48,10 @@ with torch.inference_mode():
 
 folder = Path(arguments.kernel)
 if folder.is_dir():
-    kernel = get_local_kernel(folder)
-    layer = LocalLayerRepository(folder, layer_name=arguments.layer)
+    kernel = get_local_kernel(folder, backend=backend)
 else:
-    kernel = get_kernel(arguments.kernel, version=arguments.version, trust_remote_code=True)
-    layer = LayerRepository(
-        arguments.kernel, layer_name=arguments.layer, version=arguments.version, trust_remote_code=True
-    )
+    kernel = get_kernel(arguments.kernel, version=arguments.version, backend=backend, trust_remote_code=True)
+layer = LocalLayerRepository(Path(kernel.__file__).parent, layer_name=arguments.layer)
 print(f"loaded {kernel.__name__}: {', '.join(kernel.__all__)}")
 
 plain = {name: module.forward.__func__ for name, module in model.named_modules()}

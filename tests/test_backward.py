@@ -495,7 +495,7 @@ def largest(a, b):
 
 
 plain_loss, plain, none = step(model)
-mapping = {hook: {"cpu": LocalLayerRepository(folder, layer_name=layer)}
+mapping = {hook: {"cpu": LocalLayerRepository(next(folder.glob("build/*")), layer_name=layer)}
            for hook, layer in {"RMSNorm": "RMSNorm", "rotary_pos_emb": "RotaryEmbedding"}.items()}
 mode = Mode.TRAINING | Mode.TORCH_COMPILE if sys.argv[2] == "compile" else Mode.TRAINING
 with use_kernel_mapping(mapping, inherit_mapping=False):
@@ -596,7 +596,7 @@ from pathlib import Path
 import torch
 from kernels import get_local_kernel
 
-kernel = get_local_kernel(Path(sys.argv[1]))
+kernel = get_local_kernel(Path(sys.argv[1]), backend="cpu")
 x = torch.randn(5, 96, requires_grad=True)
 weight = torch.rand(96, requires_grad=True)
 g = torch.randn(5, 96)

@@ -89,7 +89,7 @@ def test_with_kernels_alone_a_whole_snapshot_is_needed_and_enough(hub: HubServer
 import json
 from kernels import get_kernel
 try:
-    print(json.dumps(get_kernel("acme/tiny-norm", version=1, trust_remote_code=True).__file__))
+    print(json.dumps(get_kernel("acme/tiny-norm", version=1, backend="cpu", trust_remote_code=True).__file__))
 except Exception as error:
     print(json.dumps(type(error).__name__))
 """

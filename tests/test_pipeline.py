@@ -131,7 +131,7 @@ def test_the_package_loads_and_runs_with_torch_and_kernels_alone(record: dict[st
         "from pathlib import Path\n"
         "import torch\n"
         "from kernels import get_local_kernel\n"
-        f"kernel = get_local_kernel(Path({package['path']!r}))\n"
+        f"kernel = get_local_kernel(Path({package['path']!r}), backend='cpu')\n"
         "x = torch.randn(3, 1000)\n"
         "y = kernel.activation(x, 'gelu_new')\n"
         "z = torch.nn.functional.gelu(x, approximate='tanh')\n"
@@ -167,7 +167,7 @@ def test_publish_puts_it_on_a_hub_where_get_kernel_loads_it(
             "sys.modules['autokernel_hf'] = None\n"
             "import torch\n"
             "from kernels import get_kernel\n"
-            "kernel = get_kernel('tester/wide-gelu', version=1, trust_remote_code=True)\n"
+            "kernel = get_kernel('tester/wide-gelu', version=1, backend='cpu', trust_remote_code=True)\n"
             "x = torch.linspace(-4, 4, 999)\n"
             "print((kernel.activation(x, 'gelu_new') - torch.nn.functional.gelu(x, approximate='tanh')).abs().max().item())\n"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hub_server import HubServer
+from tests.sigstore_server import ISSUER, SigstoreServer
 
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -46,17 +47,26 @@ def place(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.mark.slow
 def test_an_author_gets_from_a_file_to_the_hub_by_the_page_alone(
-    hub: HubServer, place: tuple[Path, dict[str, str]], repository_root: Path
+    hub: HubServer, place: tuple[Path, dict[str, str]], repository_root: Path, tmp_path: Path
 ) -> None:
+    """The page's sigstore is the public one, where a browser would open."""
     folder, env = place
-    commands = [
-        line for text in blocks(repository_root / "docs/publishing.md", "bash") for line in text.splitlines()
-    ]
-    assert len(commands) == 12
+    with SigstoreServer() as sigstore:
+        _author(hub, folder, env, repository_root, sigstore, sigstore.trust_config(tmp_path / "trust.json"))
+
+
+def _author(
+    hub: HubServer, folder: Path, env: dict[str, str], root: Path, sigstore: SigstoreServer, trust: Path
+) -> None:
+    env = {**env, "GITLAB_CI": "true", "SIGSTORE_ID_TOKEN": sigstore.identity_token("you@example.org")}
+    commands = [line for text in blocks(root / "docs/publishing.md", "bash") for line in text.splitlines()]
+    assert len(commands) == 14
     said = {}
     for command in commands:
         if command.startswith("autokernel-hf tune"):
             command += " --max-experiments 2"  # the page's is the same, and longer
+        if " --sign" in command:
+            command = f"{command.replace('https://github.com/login/oauth', ISSUER)} --trust-config {trust}"
         done = subprocess.run(
             ["sh", "-c", command],
             cwd=folder,
@@ -73,6 +83,7 @@ def test_an_author_gets_from_a_file_to_the_hub_by_the_page_alone(
     repo = hub.kernel("you/fast-norms")
     assert repo.private and set(repo.branches) == {"main", "v1", "v2"}
     assert "(loaded back)" in said[next(c for c in commands if "--private" in c)]
+    assert f"signed by you@example.org ({ISSUER})" in said[next(c for c in said if "--signed-by" in c)]
     assert "version=2" in repo.files("main")["README.md"].decode()
     bundle = folder / "packages" / "fast-cpu"
     assert sorted(path.name for path in (bundle / "sources").iterdir()) == ["activation", "rmsnorm"]
@@ -110,7 +121,7 @@ def test_a_consumer_gets_a_kernel_into_a_model_by_the_page_alone(
         [
             sys.executable,
             "-c",
-            "import kernels; print(kernels.get_kernel('you/fast-norms', version=1).__file__)",
+            "import kernels; print(kernels.get_kernel('you/fast-norms', version=1, backend='cpu').__file__)",
         ],
         cwd=folder,
         env={**env, "LOCAL_KERNELS": f"you/fast-norms={folder}/packages/fast-norms"},

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autokernel_hf.bundle import export_files
 from autokernel_hf.records import Package
@@ -25,7 +27,8 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 import kernels
 package = Path(sys.argv[1])
-kernel = kernels.get_local_kernel(package)
+kernel = kernels.get_local_kernel(package, backend="cpu")
+variant = Path(kernel.__file__).parent
 calls = {}
 for name, module in list(sys.modules.items()):
     if not (name.startswith("_ak_") and name.endswith(".layers")):
@@ -58,7 +61,7 @@ def report(model, plain, **more):
 KERNELIZE = """
 from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 def mapping(**layers):
-    return {hook: {"cpu": LocalLayerRepository(package, layer_name=layer)} for hook, layer in layers.items()}
+    return {hook: {"cpu": LocalLayerRepository(variant, layer_name=layer)} for hook, layer in layers.items()}
 def kernelized(model, **layers):
     with use_kernel_mapping(mapping(**layers), inherit_mapping=False):
         return kernelize(model, mode=Mode.INFERENCE, device="cpu")
@@ -149,7 +152,7 @@ def test_transformers_kernel_config_takes_a_local_package(package: Package) -> N
 from transformers import KernelConfig
 from transformers.utils import kernel_config as gate
 model = llama(); plain = outputs(model)
-layers = {"RMSNorm": f"{package}:RMSNorm", "SiLU": f"{package}:SiLU"}
+layers = {"RMSNorm": f"{variant}:RMSNorm", "SiLU": f"{variant}:SiLU"}
 try:
     model.set_use_kernels(True, KernelConfig(dict(layers), use_local_kernel=True))
     refused = False
@@ -183,7 +186,8 @@ with use_kernel_mapping({"RMSNorm": {"cpu": repository}}, inherit_mapping=False)
     kernelize(model, mode=Mode.INFERENCE, device="cpu")
 print(json.dumps(report(model, plain, same=kernels.get_kernel("acme/six", revision="any").__name__ == kernel.__name__)))
 """,
-        LOCAL_KERNELS=f"acme/six={package.path}",
+        # A torch that was built for CUDA looks for a CUDA variant in a package, and takes the folder of a variant as it is.
+        LOCAL_KERNELS=f"acme/six={package.path if torch.version.cuda is None else next(Path(package.path).glob('build/*'))}",
     )
     assert seen["same"]
     assert seen["calls"] == {"rmsnorm": 5}
