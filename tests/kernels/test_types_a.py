@@ -20,7 +20,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from autokernel_hf.judge.checks import admit, check_values, expect
+from autokernel_hf.judge.checks import check_values, expect
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels._forms import form, forward_form
 from autokernel_hf.kernels._places import layer_class
@@ -62,15 +62,6 @@ def test_reference_is_within_tolerance_of_the_oracle(name: str) -> None:
         args = make_inputs(kind, workload, 11)
         outcome = check_values(kind.reference(**args), expect(kind, workload, args), kind, workload)
         assert not outcome.problem, f"{workload.label} {workload.dtype}: {outcome.problem}"
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_impostors_fail_on_every_workload(name: str) -> None:
-    kind = kernel_type(name)
-    for workload in workloads_of(kind):
-        assert (
-            admit(kind, workload, (make_inputs(kind, workload, 3), make_inputs(kind, workload, 4))) == ()
-        ), f"{workload.label} {workload.dtype}"
 
 
 @pytest.mark.parametrize("name", TYPES)

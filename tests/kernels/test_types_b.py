@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.pytorch_utils import Conv1D
 
-from autokernel_hf.judge.checks import Expected, admit, check_values, expect, form_of
+from autokernel_hf.judge.checks import Expected, check_values, expect, form_of
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.kernels._places import layer_class
 from autokernel_hf.kernels.base import KernelType, make_inputs, with_layout
@@ -67,15 +67,6 @@ def test_reference_is_within_tolerance_of_the_oracle(name: str) -> None:
         args = make_inputs(kind, workload, 11)
         outcome = check_values(kind.reference(**args), expect(kind, workload, args), kind, workload)
         assert not outcome.problem, f"{workload.label} {workload.dtype}: {outcome.problem}"
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_impostors_fail_on_every_workload(name: str) -> None:
-    kind = kernel_type(name)
-    for workload in workloads_of(kind):
-        assert (
-            admit(kind, workload, (make_inputs(kind, workload, 3), make_inputs(kind, workload, 4))) == ()
-        ), f"{workload.label} {workload.dtype} {workload.values}"
 
 
 @pytest.mark.parametrize("name", TYPES)
