@@ -6,7 +6,7 @@
 // that not all threads reach and a launch beyond a device's limits end the launch with an error instead of a result.
 // Asynchronous copies to shared memory happen as late as they may. Of PTX it knows mma.m16n8k16, ldmatrix, cp.async and ex2,
 // and clusters of blocks (which run side by side), mbarriers, bulk copies and st.async where it plays a device of compute
-// capability 9.0.
+// capability 9.0; what attention needs of that device beside these is in cuda_emulation_hopper.h.
 //
 // cuda_emulation.py rewrites what a C++ compiler cannot read: <<<>>>, __shared__ and asm.
 #pragma once
@@ -345,6 +345,7 @@ struct Mbarrier {
 };
 inline std::map<uint32_t, Mbarrier> mbarriers;
 inline long long looks = 0;   // in vain, one after the other
+inline void (*begin_block)() = nullptr;   // of what other headers keep
 
 inline Mbarrier &mbarrier(uint32_t address) {
   const auto found = mbarriers.find(address);
@@ -426,6 +427,7 @@ inline void run_blocks(dim3 block) {
   for (auto &barrier : barriers) barrier = {};
   at_cluster_barrier = cluster_phase = 0;
   mbarriers.clear();
+  if (begin_block) begin_block();
   looks = 0;
   for (int i = 0; i < live; i++) {
     Fiber &fiber = fibers[i];
@@ -606,7 +608,8 @@ void mma(float &d0, float &d1, float &d2, float &d3, uint32_t a0, uint32_t a1, u
 template <int N, bool Transposed>
 void ldmatrix(uint32_t *registers, uint32_t address) {
   const int parity = current->parity ^= 1;
-  if (lane() < 8 * N && (address % 16 != 0 || address + 16 > kArena))
+  const size_t own = current->rank * kArenas;
+  if (lane() < 8 * N && (address % 16 != 0 || address < own || address + 16 > own + kArena))
     fail(cudaErrorIllegalAddress, "ldmatrix at shared address %u", address);
   warp().addresses[parity][lane()] = address;
   warp_barrier(Op::ldmatrix);

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 HEADER = HERE / "cuda_emulation.h"
 RUNTIME = HERE / "cuda_emulation_runtime.h"
 TENSOR_MAPS = HERE / "cuda_emulation_tensor_maps.h"
+HOPPER = HERE / "cuda_emulation_hopper.h"
 CONTRACT = Path(autokernel_hf.kernels.__file__).parent / "autokernel.h"
 
 # Traps, not messages: a trap inside a fiber becomes an error of the launch.
@@ -203,8 +204,8 @@ def as_cpp(source: str, clusters: bool = False) -> str:
     """A candidate in the words of a C++ compiler: launches, shared memory and PTX go to the emulation.
 
     Args:
-        clusters: The emulated device is one of compute capability 9.0, of which the emulation knows clusters alone;
-            else one of 8.0.
+        clusters: The emulated device is one of compute capability 9.0, of which the emulation knows clusters, and what
+            attention needs; else one of 8.0.
     """
     source = re.sub(r"#include\s*<(cuda|mma)[^>]*>", "", source)
     source = re.sub(
@@ -213,6 +214,8 @@ def as_cpp(source: str, clusters: bool = False) -> str:
         source,
         flags=re.DOTALL,
     )
+    # wgmma stands in macros with hundreds of registers.
+    source = re.sub(r"#define AK_WGMMA_S_64.*?#undef AK_WGMMA\n", _PRODUCTS, source, flags=re.DOTALL)
     count = iter(range(1 << 20))
     source = re.sub(
         r"extern\s+__shared__\s+(?:alignas\(\d+\)\s+|__align__\(\d+\)\s+)?((?:unsigned )?[\w:]+)\s+(\w+)\s*\[\s*\]\s*;",
@@ -234,6 +237,40 @@ def as_cpp(source: str, clusters: bool = False) -> str:
     return ("#define EMU_CLUSTERS\n" if clusters else "") + f'#include "{RUNTIME.name}"\n{source}'
 
 
+_PRODUCTS = """
+template <bool BRAIN, int SUMS>
+void multiply_shared(float (&d)[SUMS], uint64_t a, uint64_t b, uint32_t add) {
+  emu::multiply_shared(d, a, b, add, BRAIN);
+}
+template <bool BRAIN, int SUMS>
+void multiply_registers(float (&d)[SUMS], const uint32_t (&a)[4], uint64_t b, uint32_t add) {
+  emu::multiply_registers(d, a, b, add, BRAIN);
+}
+"""
+# The first words of an instruction of Hopper's, and what the emulation does with its operands.
+_HOPPER = (
+    ("mbarrier.arrive.shared::cta.b64 _,", "emu::arrive_and_expect({}, 0);"),
+    ("prefetch.tensormap", ";"),
+    ("setmaxnreg.", ";"),
+    ("wgmma.fence", "emu::group_begins();"),
+    ("wgmma.commit_group", "emu::end_products();"),
+    ("wgmma.wait_group", "emu::wait_for_products({});"),
+    ("bar.sync", "emu::named_sync({}, {});"),
+    ("bar.arrive", "emu::named_arrive({}, {});"),
+    ("cp.async.bulk.tensor.4d.", "emu::copy_box({}, {}, {}, {}, {}, {}, {});"),
+    (
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait",
+        "emu::cluster_arrive(); emu::cluster_wait();",
+    ),
+    (
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32",
+        "{} = emu::of_cluster<float>(emu::in_cluster({}, {}));",
+    ),
+    (
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32",
+        "emu::of_cluster4({}, {}, {}, {}, emu::in_cluster({}, {}));",
+    ),
+)
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)\.\1\.f32")
 _CLUSTER_REGISTERS = {
     "mov.u32 %0, %%cluster_ctarank;": "emu::current->rank",
@@ -293,7 +330,7 @@ def _ptx(match: re.Match[str]) -> str:
         return f"{operands[0]} = emu::reciprocal_flushed({operands[1]});"
     if special := _CLUSTER_REGISTERS.get(code):
         return f"{operands[0]} = {special};"
-    if barrier := re.match(r"barrier\.cluster\.(arrive|wait)\.", code):
+    if barrier := re.match(r"barrier\.cluster\.(arrive|wait)\.[\w.]+;(?! barrier)", code):
         return f"emu::cluster_{barrier[1]}();"
     if code == "mapa.shared::cluster.u32 %0, %1, %2;":
         return f"{operands[0]} = emu::in_cluster({operands[1]}, {operands[2]});"
@@ -307,6 +344,10 @@ def _ptx(match: re.Match[str]) -> str:
             return f"{result}emu::{function}({', '.join(given)}{constant});"
     if code == "fence.mbarrier_init.release.cluster;":
         return ";"
+    for words, call in _HOPPER:
+        if code.startswith(words):
+            assert call == ";" or call.count("{}") == len(operands), text
+            return call.format(*operands)
     raise ValueError(f"PTX that the emulation does not know: {code}")
 
 
@@ -323,7 +364,7 @@ class Emulated:
         text = as_cpp(source, clusters)
         digest = hashlib.sha256(
             "\0".join(
-                [text, *(path.read_text() for path in (HEADER, RUNTIME, TENSOR_MAPS, CONTRACT)), *FLAGS]
+                [text, *(p.read_text() for p in (HEADER, RUNTIME, TENSOR_MAPS, HOPPER, CONTRACT)), *FLAGS]
             ).encode()
         ).hexdigest()[:16]
         path = folder / f"{kernel_type.name}-{digest}.so"

@@ -1,5 +1,5 @@
 // What the matrix kernels name beside the rest of the runtime: words and pairs of small numbers, and the host's part of
-// tensor maps, which the emulated device of compute capability 8.0 has no use for: no driver writes any.
+// tensor maps, which the emulated device of compute capability 8.0 has no use for: no driver writes any there.
 #pragma once
 
 #include "cuda_emulation_runtime.h"
@@ -43,7 +43,15 @@ enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3 };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 enum { cudaEnableDefault };
-inline cudaError_t cudaGetDriverEntryPoint(const char *, void **, int, cudaDriverEntryPointQueryResult *result) {
-  *result = cudaDriverEntryPointSymbolNotFound;
+namespace emu {
+inline void *encoder = nullptr;  // of tensor maps
+}
+inline cudaError_t cudaGetDriverEntryPoint(const char *, void **found, int, cudaDriverEntryPointQueryResult *result) {
+  *found = emu::encoder;
+  *result = emu::encoder ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
+
+#ifdef EMU_CLUSTERS
+#include "cuda_emulation_hopper.h"
+#endif
