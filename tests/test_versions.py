@@ -71,7 +71,7 @@ def call(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor
+    return tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
 
 
 @pytest.mark.slow
