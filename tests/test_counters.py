@@ -64,6 +64,37 @@ def test_a_table_is_read_past_words_units_and_what_is_not_available() -> None:
     assert launches_in("==ERROR== nothing\n") == ()
 
 
+RECORDED = {
+    "triton": ("short_kernel", 3.488, 2_108_672 + 1_154_560, 19.73, 22.0, 0.32, 38, 0.4585),
+    "cuda": (
+        "void <unnamed>::held_rows<__nv_bfloat16, 2, 1, 0, 0>(const T1 *, <unnamed>::Rows, <unnamed>::Parameter, "
+        "float, float, T1 *, long, int, float)",
+        4.32,
+        2_114_048 + 1_619_712,
+        18.16,
+        23.55,
+        0.24,
+        32,
+        0.475,
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", RECORDED)
+def test_what_ncu_wrote_on_an_h200_is_read(backend: str, repository_root: Path) -> None:
+    """ncu 2025.3.1 on a norm of 512 rows of 2048, as it was; without names and facts of that machine."""
+    kernel, us, moved, dram_pct, occupancy, waves, registers, waiting = RECORDED[backend]
+    launches = launches_in((repository_root / f"tests/recorded/ncu-rmsnorm-{backend}.csv").read_text())
+    assert len(launches) == 1 and set(METRICS) <= launches[0].values.keys()
+    found = summed(launches)
+    assert found.kernels == ((kernel, 1),) and found.registers == registers
+    assert found.us == pytest.approx(us) and found.dram_bytes == moved
+    assert (found.dram_pct, found.occupancy_pct, found.waves) == (dram_pct, occupancy, waves)
+    assert found.used_pct == 100.0 and found.conflict_pct == 0.0 and found.local_bytes == 0.0
+    assert found.stalls[0] == ("long_scoreboard", pytest.approx(waiting, abs=1e-3))
+    assert sum(part for _, part in found.stalls) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("launches", [[], [Launch(kernel="k", values={READ: 1.0})]])
 def test_without_a_time_there_is_no_sum(launches: list[Launch]) -> None:
     with pytest.raises(ValueError, match="time"):
