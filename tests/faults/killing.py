@@ -85,6 +85,8 @@ class Script:
     steps = ({"kUnroll": 2}, {"kUnroll": 4}, {"kUnroll": 4, "kMode": 1}, {"kUnroll": 8}, {"kMode": 2})
 
     def propose(self, context: Context, n: int) -> list[Proposal]:
+        if not context.attempts:
+            return []  # of two that have no incumbent to beat, that would be kept which comes first
         tried = {e.digest for e in context.attempts} | {_candidate(p.source).digest for p in context.pending}
         sources = [tunables.substitute(known.SOURCE, step) for step in self.steps]
         left = [s for s in sources if _candidate(s).digest not in tried]
