@@ -44,6 +44,7 @@ TRANSFORMERS_HOOKS = frozenset(
 )
 # Classes of torch that carry no hook, by the layer of ours that replaces their forward, and for which of them it does.
 _TORCH_CLASSES = {
+    "CrossEntropyLoss": ("torch.nn.CrossEntropyLoss", "lambda m: m.weight is None"),
     "LayerNorm": ("torch.nn.LayerNorm", "lambda m: len(m.normalized_shape) == 1"),
     "TorchRMSNorm": (
         "torch.nn.RMSNorm",

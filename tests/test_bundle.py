@@ -18,7 +18,8 @@ from autokernel_hf.build import build
 from autokernel_hf.bundle import Part, export_files, stage_bundle
 from autokernel_hf.check import check
 from autokernel_hf.errors import PackageError, UsageError
-from autokernel_hf.records import Built, Package, Resources, Target, Verification, Winner
+from autokernel_hf.export_hf import export_file
+from autokernel_hf.records import Built, Candidate, Package, Resources, Target, Verification, Winner
 from autokernel_hf.runs import RunSettings
 from tests.hub_server import HubServer
 from tests.package_factory import candidate, exported
@@ -110,6 +111,43 @@ def test_a_bundle_and_a_package_of_one_of_its_kernels_load_in_one_process(
     order = [bundle.path, single.path] if first == "bundle" else [single.path, bundle.path]
     errors = in_fresh_process(SIDE_BY_SIDE, *order)["errors"]
     assert isinstance(errors, list) and len(errors) == 3 and max(errors) < 1e-5
+
+
+# Counts its calls, which no kernel may, in a static that the compiler would let all libraries of a process share.
+COUNTING = """// kernel_type: rmsnorm
+// supports: dtype=float32
+#include "autokernel.h"
+inline float &calls() {{ static float count = 0; return count; }}
+extern "C" int rmsnorm(const AkTensor *x, const AkTensor *weight, double eps, double offset, const AkTensor *out,
+                       const AkContext *ctx) {{
+  ((float *)out->data)[0] = ++calls();  // {name}
+  return AK_OK;
+}}
+"""
+COUNTED = """
+import json, sys
+from pathlib import Path
+import torch
+from kernels import get_local_kernel
+first, second = (get_local_kernel(Path(p), backend='cpu') for p in sys.argv[1:])
+def count(kernel):
+    return kernel.rmsnorm(torch.ones(1, 1), torch.ones(1), 1e-6).item()
+print(json.dumps({"counts": [count(first), count(first), count(first), count(second)]}))
+"""
+
+
+def test_statics_of_a_kernel_are_its_own(tmp_path: Path) -> None:
+    paths = []
+    for name in ("one", "two"):
+        source = Candidate(kernel_type="rmsnorm", backend="cpp", source=COUNTING.format(name=name))
+        paths.append(export_file(source, f"counts-{name}", out=tmp_path).path)
+    assert in_fresh_process(COUNTED, *paths)["counts"] == [1.0, 2.0, 3.0, 1.0]
+    for path in paths:
+        (library,) = Path(path).glob("build/*/*.so")
+        listed = subprocess.run(
+            ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+        )
+        assert not [line for line in listed.stdout.splitlines() if " u " in line]
 
 
 def test_a_published_bundle_loads_and_every_block_of_its_card_runs(

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from autokernel_hf import hub as hub_module
-from autokernel_hf import hub_client
+from autokernel_hf import hub_client, packages
 from tests.hub_server import HubServer
 from tests.package_factory import hand_made
 
@@ -79,6 +80,54 @@ def test_a_cache_that_lost_a_file_is_told_and_not_run(hub: HubServer, tmp_path: 
     file = Path(str(load(hub, home)["file"]))
     (file.parent / "layers.py").unlink()
     assert "layers.py is missing" in str(load(hub, home, HF_HUB_OFFLINE="1")["error"])
+
+
+LOCK = """
+import json, subprocess, sys
+from pathlib import Path
+from huggingface_hub import HfApi
+from kernels import get_locked_kernel
+repo_id = sys.argv[1]
+Path("pyproject.toml").write_text(f'[tool.kernels.dependencies]\\n"{repo_id}" = 1\\n')
+done = subprocess.run([Path(sys.executable).parent / "kernels", "lock", "."], capture_output=True, text=True)
+refused = "trust" in done.stderr
+if refused:
+    branches = HfApi().list_repo_refs(repo_id, repo_type="kernel").branches
+    commit = next(b.target_commit for b in branches if b.name == "v1")
+    lock = [{"dependency": {"repo-id": repo_id, "version": 1}, "lock": {"commit": commit}}]
+    Path("kernels.lock").write_text(json.dumps(lock))
+else:
+    assert done.returncode == 0, done.stderr
+kernel = get_locked_kernel(repo_id, lockfile=Path("kernels.lock"), trust_remote_code=refused)
+print(json.dumps({"refused": refused, "lock": json.loads(Path("kernels.lock").read_text()), "file": kernel.__file__}))
+"""
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_lock_file_keeps_to_a_commit(trusted: bool, tmp_path: Path) -> None:
+    """The recipes of docs/loading.md: by `kernels lock`, and by hand for publishers that it refuses."""
+    variant = "torch-cpu" if torch.version.cuda is None else "torch-cuda"
+    package = hand_made(tmp_path / "p", variant=variant)
+    files = {path: file.read_bytes() for path, file in packages.files_of(package)}
+    with HubServer(trusted=["acme"] if trusted else []) as server:
+        repo = server.add_kernel("acme/tiny-norm", {"v1": files})
+        first = repo.branches["v1"]
+        home = tmp_path / "home"
+        home.mkdir()
+        result = server.run_client(LOCK, "acme/tiny-norm", home=home)
+        assert result.returncode == 0, result.stderr
+        found = json.loads(result.stdout.strip().splitlines()[-1])
+        assert found["refused"] is not trusted
+        assert found["lock"][0]["lock"]["commit"] == first and first in found["file"]
+        # The publisher builds again.
+        server.add_kernel("acme/tiny-norm", {"v1": {**files, "README.md": b"another"}})
+        assert repo.branches["v1"] != first
+        again = (
+            "from pathlib import Path; from kernels import get_locked_kernel; "
+            f"print(get_locked_kernel('acme/tiny-norm', lockfile=Path('kernels.lock'), trust_remote_code={not trusted}).__file__)"
+        )
+        result = server.run_client(again, home=home)
+        assert first in result.stdout, result.stderr
 
 
 def test_with_kernels_alone_a_whole_snapshot_is_needed_and_enough(hub: HubServer, tmp_path: Path) -> None:

@@ -18,7 +18,15 @@ from autokernel_hf.bundle import export_files
 from autokernel_hf.records import Package
 from tests.package_factory import candidate
 
-KINDS = ("rmsnorm", "layernorm", "activation", "gated_activation", "rotary_embedding", "add_norm")
+KINDS = (
+    "rmsnorm",
+    "layernorm",
+    "activation",
+    "gated_activation",
+    "rotary_embedding",
+    "add_norm",
+    "cross_entropy",
+)
 
 COMMON = """
 import json, logging, sys
@@ -132,6 +140,15 @@ found["add_norm"] = report(kernelized(model, AddLayerNorm="AddLayerNorm"), plain
 replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")
 model = llama(); plain = outputs(model)
 found["mlp"] = report(kernelized(model, SwiGLUMLP="SwiGLUMLP"), plain)
+replace_kernel_forward_from_hub(torch.nn.CrossEntropyLoss, "CrossEntropyLoss", lambda m: m.weight is None)
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)
+    def forward(self, ids):
+        return self.inner(torch.linspace(-3, 3, 8 * 5).view(8, 5), ids[0] % 5)[None]
+model = Loss().eval(); plain = outputs(model)
+found["loss"] = report(kernelized(model, CrossEntropyLoss="CrossEntropyLoss"), plain)
 print(json.dumps(found))
 """,
     )
@@ -141,6 +158,7 @@ print(json.dumps(found))
     assert seen["layernorm"]["calls"] == {"layernorm": 5}
     assert seen["add_norm"]["calls"] == {"add_norm": 4}
     assert seen["mlp"]["calls"] == {"gated_activation": 2}
+    assert seen["loss"]["calls"] == {"cross_entropy": 1}
     assert max(found["error"] for found in seen.values()) < 1e-5
 
 
