@@ -49,6 +49,11 @@ def load(request: dict[str, Any]) -> Any:
     return get_local_kernel(Path(request["fallback"]))
 
 
+def variant_of(folder: Path) -> Path:
+    """The variant that a module was imported from; older packages have it in a folder of their Python name in there."""
+    return folder if (folder / "metadata.json").exists() else folder.parent
+
+
 def where_to_run(folder: Path, gpu: bool) -> str | None:
     """The device on which a variant runs here; None where it is for GPUs, compiled, and there is none."""
     backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["backend"]["type"]
@@ -158,7 +163,7 @@ def main() -> None:
         return
     import torch
 
-    folder = Path(module.__file__).parent
+    folder = variant_of(Path(module.__file__).parent)
     device = where_to_run(folder, request["gpu"])
     report |= {
         "loaded": True,

@@ -498,6 +498,27 @@ def test_check_leaves_functions_of_another_schema_alone(tmp_path: Path) -> None:
     assert any("was not called" in note for note in report.notes)
 
 
+def test_check_takes_packages_of_the_older_layout(tmp_path: Path) -> None:
+    """Their Python lies in a folder of the kernel's name inside of the variant."""
+    package = hand_made(tmp_path / "p")
+    place = package / "build" / "torch-cpu"
+    (place / "tiny_norm").mkdir()
+    for file in [p for p in place.iterdir() if p.suffix == ".py"]:
+        file.rename(place / "tiny_norm" / file.name)
+    packages.write_metadata(
+        place,
+        name="tiny-norm",
+        id="_test_rmsnorm_1",
+        version=1,
+        license="apache-2.0",
+        backend="cpu",
+        archs=None,
+    )
+    report = check(package)
+    assert report.loaded and report.variant == "torch-cpu" and report.problems == ()
+    assert "RMSNorm" in report.layers and "rmsnorm" in report.functions
+
+
 def test_check_runs_nothing_of_a_package_that_was_tampered_with(tmp_path: Path) -> None:
     folder = hand_made(tmp_path / "p")
     trace = tmp_path / "ran"
