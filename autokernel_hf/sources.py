@@ -305,10 +305,12 @@ def test_gradients_are_those_of_the_plain_expression(kernel, make):
 
 def _benchmark_source(kernel_type: KernelType, domain: Domain, backend: str) -> str:
     methods = []
+    # The runner names a device by what torch was built for.
+    where = '"cpu"' if backend == "cpp" else "self.device"
     for i, workload in enumerate(_timed_workloads(kernel_type, domain, backend)):
         methods.append(f"""    # {_label(workload)}
     def setup_{i}(self) -> None:
-        device = self.device
+        device = {where}
         self.args = {_arguments(workload, indent=8)}
 
     def benchmark_{i}(self) -> None:
