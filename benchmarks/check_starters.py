@@ -121,7 +121,7 @@ def check(name: str, backend: Backend, device: str, out: Path, deadline: float) 
     except Exception as error:  # noqa: BLE001
         Checked(kernel_type=name, backend=backend, error=text_of(error)).save(out)
         return
-    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes)
+    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes, backend=backend)
     domain = contract.check(candidate, kind)
     cases = [case for stage in STAGES for case in cases_of(stage, scope, domain)]
     # Where the time does not suffice for all, it is spent on some of everything.

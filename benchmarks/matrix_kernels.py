@@ -168,7 +168,7 @@ def load(
     if checks <= 0:
         return told, function
     kind = kernel_type(candidate.kernel_type)
-    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes)
+    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes, backend=candidate.backend)
     cases = [c for stage in STAGES for c in cases_of(stage, scope, contract.check(candidate, kind))]
     random.Random(0).shuffle(cases)
     cases = cases[share[0] :: share[1]]

@@ -48,7 +48,7 @@ def forward_of(found: KernelType) -> KernelType:
 
 def calls_of(found: KernelType) -> list[Workload]:
     """Every call of every stage, in every dtype, once."""
-    scope = Scope(kernel_type=found, workloads=found.workloads["cpu"], dtypes=found.dtypes)
+    scope = Scope(kernel_type=found, workloads=found.workloads["cpu"], dtypes=found.dtypes, backend="cuda")
     whole = Domain(dtypes=found.dtypes, values={})
     calls = {key_of(c.workload): c.workload for stage in STAGES for c in cases_of(stage, scope, whole)}
     return [w for w in calls.values() if max(math.prod(s.shape) for _, s in w.tensors) <= LARGEST]

@@ -226,6 +226,19 @@ def test_every_stage_of_every_type_has_cases(name: str) -> None:
     assert {"float32", "float16", "bfloat16"} <= covered
 
 
+@pytest.mark.parametrize("name", ["add_norm", "layernorm", "rmsnorm", "softmax", "softmax_backward"])
+def test_rows_that_a_triton_program_could_not_hold_are_asked_of_compiled_code_alone(name: str) -> None:
+    found = kernel_type(name)
+    whole = Domain(dtypes=found.dtypes, values={})
+    longest = {}
+    for backend in ("triton", "cpp", "cuda"):
+        scope = Scope(kernel_type=found, workloads=(), dtypes=("float16",), backend=backend)
+        longest[backend] = max(c.workload.tensor("x").shape[-1] for c in cases_of("edges", scope, whole))
+    assert longest["cpp"] == longest["cuda"] == 131_077
+    # On its usual four warps a program with a row of 2^16 elements has 512 a thread, which takes the assembler seconds.
+    assert 16384 < longest["triton"] <= 1 << 16
+
+
 def test_a_domain_narrows_the_cases_and_asks_for_refusals() -> None:
     found = kernel_type("activation")
     scope = Scope(kernel_type=found, workloads=found.workloads["cpu"], dtypes=found.dtypes)

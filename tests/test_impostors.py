@@ -40,7 +40,7 @@ LARGEST_IN_EVERY_DTYPE = 1 << 17
 
 def calls_of(found: KernelType) -> list[Workload]:
     """Every call of every stage, in every dtype of the type, once."""
-    scope = Scope(kernel_type=found, workloads=found.workloads["cpu"], dtypes=found.dtypes)
+    scope = Scope(kernel_type=found, workloads=found.workloads["cpu"], dtypes=found.dtypes, backend="cuda")
     whole = Domain(dtypes=found.dtypes, values={})
     calls = [case.workload for stage in STAGES for case in cases_of(stage, scope, whole)]
     distinct = {key_of(w): w for w in calls}.values()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from autokernel_hf.errors import UsageError
 from autokernel_hf.kernels.base import KernelType, with_layout
-from autokernel_hf.records import Scalar, TensorSpec, Workload
+from autokernel_hf.records import Backend, Scalar, TensorSpec, Workload
 from autokernel_hf.variant import Domain
 
 Stage = Literal["smoke", "shapes", "numerics", "determinism", "edges"]
@@ -60,12 +60,21 @@ def narrowed(workload: Workload, domain: Domain) -> Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What a session judges: the timed workloads, and the dtypes that the stages run in."""
+    """What a session judges: the timed workloads, and the dtypes that the stages run in.
+
+    `backend` is that of the candidate at hand; None where there is none yet.
+    """
 
     kernel_type: KernelType
     workloads: tuple[Workload, ...]
     dtypes: tuple[str, ...]
     interpret: bool = False
+    backend: Backend | None = None
+
+    @property
+    def edges(self) -> tuple[Axes, ...]:
+        """The type's edge shapes, as far as they are asked of this backend."""
+        return self.kernel_type.edges + (self.kernel_type.long if self.backend in ("cpp", "cuda") else ())
 
     def admits(self, workload: Workload) -> bool:
         """Whether a call can be run here at all."""
@@ -142,11 +151,11 @@ def _determinism(scope: Scope, domain: Domain) -> Iterable[Case]:
 def _edges(scope: Scope, domain: Domain) -> Iterable[Case]:
     """Edge shapes, layouts of two ordinary and one odd call, and what the candidate must refuse."""
     kernel_type = scope.kernel_type
-    for workload in _built(scope, kernel_type.edges, domain):
+    for workload in _built(scope, scope.edges, domain):
         yield Case(stage="edges", workload=workload)
     for dtype in scope.dtypes:
         sweep = [w for w in _built(scope, kernel_type.sweep, domain) if w.dtype == dtype and scope.admits(w)]
-        odd = [w for w in _built(scope, kernel_type.edges, domain) if w.dtype == dtype and scope.admits(w)]
+        odd = [w for w in _built(scope, scope.edges, domain) if w.dtype == dtype and scope.admits(w)]
         odd = [w for w in odd if all(0 not in spec.shape for _, spec in w.tensors)]
         chosen = [*sweep[:1], *sweep[-1:], *sorted(odd, key=_largest)[-1:]][: 1 if scope.interpret else None]
         for workload in {w.label: w for w in chosen}.values():

@@ -341,7 +341,7 @@ class Referee:
         except CandidateError as error:
             raise _Verdict("rejected", f"It breaks the candidate contract: {error}") from None
         wanted = distinct([narrowed(w, domain) for w in self._wanted])
-        self.scope = self.bench.scope = replace(self.scope, workloads=wanted)
+        self.scope = self.bench.scope = replace(self.scope, workloads=wanted, backend=candidate.backend)
         dtypes = [d for d in domain.dtypes if d in self.scope.dtypes]
         outside = [w for w in self.scope.workloads if not holds(domain, w)]
         if not dtypes:

@@ -333,6 +333,8 @@ class KernelType:
         workloads: Timed workloads for `bench` without a target, by device kind ("cpu", "cuda"); small on a CPU.
         sweep: Shapes for the sweep over dtypes (dtype-less: (axes, options)).
         edges: Edge shapes: 0, 1, odd, prime, 2^n +- 1 (same form).
+        long: Edge shapes with rows that are asked of C++ and CUDA only (same form): a Triton program that holds a row has
+            its length as a constant, and the assembler takes minutes over one with 2^18 elements.
         adversarial: Value regimes (of `VALUES`) that the numerics stage runs.
         layouts: Layouts (of `LAYOUTS`) and the arguments they apply to, for the edge stage.
         fills: How particular arguments are filled, where the regime of the workload does not apply to them.
@@ -370,6 +372,7 @@ class KernelType:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     leading: str = ""
     gradients: Gradients | None = None
+    long: tuple[tuple[Mapping[str, int], Mapping[str, Scalar]], ...] = ()
     impostors_exempt: Callable[[str, Workload], bool] = field(default=lambda impostor, workload: False)
     layers: tuple[Layer, ...] = ()
     merges_rows: bool = False

@@ -106,6 +106,7 @@ KERNEL_TYPE = KernelType(
     sweep=FORWARD.sweep,
     # Of a row of one or two elements nothing reaches x: what is left are roundings, of which none is relative to 0.
     edges=tuple(({**axes, "N": 3} if axes["N"] == 1 else axes, options) for axes, options in FORWARD.edges),
+    long=FORWARD.long,
     adversarial=FORWARD.adversarial,
     layouts=layouts_of(FORWARD, ("grad",)),
     fills=fills_of(FORWARD, ("grad",)),

@@ -189,8 +189,8 @@ KERNEL_TYPE = KernelType(
         ({"B": 2, "M": 3, "N": 257}, {}),
         ({"M": 2, "N": 4099}, {}),
         ({"M": 2, "N": 20011}, {}),
-        ({"M": 3, "N": 131_077}, {}),  # longer than the shared memory of a multiprocessor
     ),
+    long=(({"M": 3, "N": 131_077}, {}),),  # longer than the shared memory of a multiprocessor
     adversarial=(
         "uniform",
         "large_offset",

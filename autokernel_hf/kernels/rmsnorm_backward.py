@@ -100,6 +100,7 @@ KERNEL_TYPE = KernelType(
     edges=tuple(
         (axes, {**options, "eps": 0.5} if axes["N"] == 1 else options) for axes, options in FORWARD.edges
     ),
+    long=FORWARD.long,
     adversarial=FORWARD.adversarial,
     layouts=layouts_of(FORWARD, ("grad",)),
     fills=fills_of(FORWARD, ("grad",)),

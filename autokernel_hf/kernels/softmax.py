@@ -156,8 +156,8 @@ KERNEL_TYPE = KernelType(
         ({"B": 3, "M": 129, "N": 5}, {"dim": 1}),
         ({"M": 2, "N": 4099}, {}),
         ({"M": 2, "N": 50257}, {}),
-        ({"M": 3, "N": 131_077}, {}),  # longer than the shared memory of a multiprocessor
     ),
+    long=(({"M": 3, "N": 131_077}, {}),),  # longer than the shared memory of a multiprocessor
     adversarial=(
         "uniform",
         "large_offset",

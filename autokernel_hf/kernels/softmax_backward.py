@@ -103,6 +103,7 @@ KERNEL_TYPE = KernelType(
     },
     sweep=FORWARD.sweep,
     edges=FORWARD.edges,
+    long=FORWARD.long,
     # Where one column is nearly all of a row, its gradient is the difference of two numbers that are nearly the same, and
     # those of the others are as small: no error is relative to that.
     adversarial=tuple(v for v in FORWARD.adversarial if v not in ("one_hot", "large")),

@@ -211,7 +211,7 @@ def variants(source: str) -> list[dict[str, Scalar]]:
 
 def cases(kind: KernelType, dtype: str) -> Iterator[Workload]:
     """Everything that the judge's later stages would run, small."""
-    for axes, options in (*kind.sweep, *kind.edges):
+    for axes, options in (*kind.sweep, *kind.edges, *kind.long):
         yield kind.build(axes, dtype, options)
     for values in kind.adversarial:
         for axes, options in kind.sweep:

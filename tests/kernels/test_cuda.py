@@ -90,7 +90,7 @@ def domain_of(kind: KernelType) -> Domain:
 
 def cases(kind: KernelType, stages: tuple[Stage, ...] = STAGES) -> list[Case]:
     """The judge's own calls of a starter."""
-    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes)
+    scope = Scope(kernel_type=kind, workloads=(), dtypes=kind.dtypes, backend="cuda")
     return [case for stage in stages for case in cases_of(stage, scope, domain_of(kind))]
 
 

@@ -45,7 +45,7 @@ def workloads_of(kind: KernelType) -> list[Workload]:
     made = []
     for dtype in kind.dtypes:
         sweep = [kind.build(axes, dtype, options) for axes, options in kind.sweep]
-        edges = [kind.build(axes, dtype, options) for axes, options in kind.edges]
+        edges = [kind.build(axes, dtype, options) for axes, options in (*kind.edges, *kind.long)]
         made += sweep + edges
         for i, values in enumerate(kind.adversarial):
             for workload in (sweep[i % len(sweep)], sweep[(i + 1) % len(sweep)]):
