@@ -25,7 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Files whose tests take minutes on two cores: the first to be begun, so that no worker is left with one in the end.
+LONG = ("test_pipeline.py", "test_backward.py", "test_cuda.py", "test_mutants.py", "test_honest.py")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or config.getoption("--require-gpu"):
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from autokernel_hf.archive import FINAL, FINALISTS
 from autokernel_hf.records import Profile, RunRecord
 from autokernel_hf.runs import Run
 from tests.hub_server import HubServer
@@ -54,11 +56,26 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def record(model_folder: Path, work: Path) -> dict[str, Any]:
-    """What `optimize --json` printed."""
-    done = cli(
-        "optimize", str(model_folder), "--device", "cpu", "--top", "1", "--max-experiments", "3", "--json", cwd=work
-    )  # fmt: skip
+def killed(model_folder: Path, work: Path) -> Path:
+    """A run as it was when it was killed, once its first experiment was judged: a copy, since `record` goes on with it."""
+    command = [sys.executable, "-m", "autokernel_hf", "optimize", str(model_folder), "--device", "cpu"]
+    command += ["--top", "1", "--max-experiments", "3"]
+    process = subprocess.Popen(command, cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 600
+    while not any(_judged(run) for run in work.glob("runs/*")):
+        assert time.monotonic() < deadline and process.poll() is None, "no experiment was judged"
+        time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (run,) = (work / "runs").iterdir()
+    return shutil.copytree(run, work / "killed", symlinks=True)
+
+
+@pytest.fixture(scope="module")
+def record(killed: Path, work: Path) -> dict[str, Any]:
+    """What `optimize --resume --json` printed of the run that was killed."""
+    (run,) = (work / "runs").iterdir()
+    done = cli("optimize", "--resume", str(run), "--json", cwd=work)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -72,7 +89,7 @@ def test_optimize_wins_and_says_so_by_the_contract(record: dict[str, Any]) -> No
     (won,) = (t for t in record["targets"] if t["status"] == "won")
     assert won["kernel_type"] == "activation"
     assert won["backend"] == "cpp"
-    assert won["experiments"] == 3
+    assert 3 <= won["experiments"] <= 3 + FINALISTS
     assert won["speedup"] > 1.5
     assert won["speedup_ci95"][0] <= won["speedup"] <= won["speedup_ci95"][1]
     assert won["baseline_us"] / won["best_us"] == pytest.approx(won["speedup"], rel=0.35)
@@ -118,7 +135,9 @@ def test_the_run_folder_holds_the_whole_story(record: dict[str, Any]) -> None:
     assert RunRecord.load(folder / "result.json").status == "won"
     with Run.open(folder) as run:
         experiments = run.experiments()
-        assert [e.experiment for e in experiments] == [1, 2, 3]
+        numbers = [e.experiment for e in experiments]
+        assert numbers == sorted(set(numbers))  # one may have been lost to the kill
+        assert len([e for e in experiments if e.tag != FINAL]) == 3
         assert run.source(experiments[0]).source.startswith("//")
 
 
@@ -209,29 +228,25 @@ def test_a_finished_run_resumes_to_the_same_result_without_new_experiments(
     assert json.loads(verdict)["verification"] == again["verification"]
 
 
-def test_a_killed_run_goes_on_where_it_was(model_folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autokernel_hf", "optimize", str(model_folder), "--device", "cpu"]
-    command += ["--top", "1", "--max-experiments", "3"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and not _judged(tmp_path):
-        time.sleep(0.2)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    (folder,) = (tmp_path / "runs").iterdir()
-    before = _judged(tmp_path)
-    assert before
-    with Run.open(folder) as run:
+def test_a_killed_run_goes_on_where_it_was(killed: Path, record: dict[str, Any], tmp_path: Path) -> None:
+    before = _judged(killed)
+    ended = Path(record["run_dir"]) / "ledger.jsonl"
+    whole = (killed / "ledger.jsonl").read_bytes().rpartition(b"\n")[0]
+    assert ended.read_bytes().startswith(whole)
+    assert [e["record"]["experiment"] for e in _judged(ended.parent)][: len(before)] == [
+        e["record"]["experiment"] for e in before
+    ]
+    with Run.open(killed) as run:
         assert [e.experiment for e in run.experiments()] == [e["record"]["experiment"] for e in before]
         kept = [e for e in run.experiments() if e.decision == "keep"]
         assert not kept or run.kept("activation") == kept[-1]
     # The rest of the search, without the stages behind it: an agent's verb does the next experiment.
-    starter = cli("best", "--run", str(folder), "--json", cwd=tmp_path)
+    starter = cli("best", "--run", str(killed), "--json", cwd=tmp_path)
     source = json.loads(starter.stdout)["source"]
     candidate = tmp_path / "mine.cpp"
     candidate.write_text(source + "// tried by hand\n")
     tried = cli(
-        "try", str(candidate), "--note", "the same again", "--run", str(folder), "--json", cwd=tmp_path
+        "try", str(candidate), "--note", "the same again", "--run", str(killed), "--json", cwd=tmp_path
     )
     assert tried.returncode == 0, tried.stderr
     verdict = json.loads(tried.stdout)
@@ -240,14 +255,13 @@ def test_a_killed_run_goes_on_where_it_was(model_folder: Path, tmp_path: Path) -
     assert verdict["decision"] == "revert", "the same code is not faster than itself"
 
 
-def _judged(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in folder.glob("runs/*/ledger.jsonl"):
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            event = json.loads(line)
-            if event["event"] == "judged":
-                found.append(event)
-    return found
+def _judged(run: Path) -> list[dict[str, Any]]:
+    """The verdicts in a run's ledger, also while another process writes it."""
+    ledger = run / "ledger.jsonl"
+    if not ledger.exists():
+        return []
+    events = [json.loads(line) for line in ledger.read_bytes().split(b"\n")[:-1]]
+    return [event for event in events if event["event"] == "judged"]
 
 
 @pytest.mark.parametrize(
