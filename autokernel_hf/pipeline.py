@@ -486,12 +486,17 @@ def _decide(evaluation: Evaluation) -> tuple[Decision, str]:
     return decide(evaluation)
 
 
+COUNTING = 0.05
+"""The part of a run's time that hardware counters may take, but for the first."""
+
+
 def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
     """The diagnosis of a run's kernels, against ceilings that a worker measured: this process has no device context.
 
     Args:
         look: Whether hardware counters are read where the time alone does not tell what a kernel waits for. That takes
-            the device for some seconds, so it is done once for a kind of candidate; what was read stays in the run.
+            the device for some 14 s, so it is done once for a kind of candidate, and never for more than `COUNTING` of
+            the run's time; what was read stays in the run.
     """
     from autokernel_hf.counters import Counters, NoCountersError
     from autokernel_hf.counters import read as read_counters
@@ -509,6 +514,10 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
             return Counters.load(path)
         if not look or refused:
             return None
+        taken = math.fsum(Counters.load(p).seconds for p in path.parent.glob("*.json"))
+        if taken > COUNTING * spent_s(run):
+            return None  # a later diagnosis may
+        began = time.monotonic()
         try:
             found = read_counters(candidate, workload, target.device)
         except NoCountersError as error:
@@ -516,6 +525,7 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
             write_atomically(why_not, error.message)
             logger.log(NOTE, "The diagnosis goes without hardware counters. %s", error)
             return None
+        found = found.model_copy(update={"seconds": round(time.monotonic() - began, 1)})
         found.save(path)
         return found
 

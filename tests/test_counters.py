@@ -230,6 +230,44 @@ def test_a_run_counts_once_for_a_kind_and_says_what_it_lacks(
     assert asked == ["refused", first.digest]
 
 
+def test_counting_takes_a_small_part_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kernel_type("rmsnorm")
+    workload = kind.build({"M": 8192, "N": 8192}, "bfloat16", {}).model_copy(update={"share": 0.1})
+    found = target().model_copy(update={"workloads": (workload,), "device": "cuda:0"})
+    slow = Evaluation(
+        status="passed",
+        stages=Stages(),
+        workloads=(WorkloadResult(label=workload.label, shape="", dtype="bfloat16", latency_us=400.0),),
+    )
+    asked: list[Backend] = []
+
+    def read(candidate: Candidate, call: Workload, device: str) -> Counters:
+        asked.append(candidate.backend)
+        return Counters(kernels=(("k", 1),), us=9.0, digest=candidate.digest, stalls=(("barrier", 0.6),))
+
+    def of(backend: Backend) -> Candidate:
+        source = starter_of("rmsnorm", backend)
+        assert source is not None
+        return Candidate(kernel_type="rmsnorm", backend=backend, source=source)
+
+    spent = [0.0]
+    monkeypatch.setattr(counters, "read", read)
+    monkeypatch.setattr(pipeline, "spent_s", lambda run: spent[0])
+    with Run.create(tmp_path, "m", settings()) as run:
+        H200.save(run.path / "ceilings.json")
+        explain = pipeline._diagnoser(run, look=True)
+        assert "barriers 60 %" in explain(found, of("triton"), slow)[1] and asked == ["triton"]
+        (file,) = (run.path / "counters").glob("*.json")
+        counted = Counters.load(file)
+        assert 0.0 <= counted.seconds < 1.0
+        counted.model_copy(update={"seconds": 14.0}).save(file)
+        spent[0] = 14.0 / pipeline.COUNTING - 1
+        assert "barriers" not in explain(found, of("cuda"), slow)[1] and asked == ["triton"]
+        assert "barriers" in explain(found, of("triton"), slow)[1], "what was read is there"
+        spent[0] += 2
+        assert "barriers 60 %" in explain(found, of("cuda"), slow)[1] and asked == ["triton", "cuda"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_on_a_gpu_the_counters_are_the_calls(backend: Backend) -> None:
