@@ -7,8 +7,10 @@ machine code.
 What is hashed are the objects, before they are linked: a linker places strings by their bytes, some of which are those
 made-up names, and with them every address in the code. In an object an address is a relocation, which says what is meant:
 a place within a section, or a name from elsewhere. So there go in: all sections that are loaded, what their relocations
-refer to, and of each kernel its instructions, constants and resources. Programs with the same digest run the same
-instructions on the same data, the host's launches among them; equal programs whose digests differ are merely timed twice.
+refer to, and of each kernel its instructions, constants and resources, in the order of the kernels' names: where threads
+compile kernels side by side, the order within an image, and the numbers of its symbols, are not the source's alone. Programs
+with the same digest run the same instructions on the same data, the host's launches among them; equal programs whose
+digests differ are merely timed twice.
 """
 
 from __future__ import annotations
