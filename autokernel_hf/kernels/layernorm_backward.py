@@ -31,7 +31,7 @@ from autokernel_hf.kernels.base import (
     tells_no_digits,
 )
 from autokernel_hf.kernels.layernorm import reference
-from autokernel_hf.records import Workload
+from autokernel_hf.records import TensorSpec, Workload
 
 FORWARD = layernorm.KERNEL_TYPE
 OF = ("x", "weight", "bias")
@@ -77,6 +77,18 @@ def _roundings(workload: Workload) -> float:
     return 4.0 + 2.0 * layernorm.roundings(workload) + sum_roundings(N) + sum_roundings(M)
 
 
+def _fill_x(name: str, spec: TensorSpec, workload: Workload, generator: torch.Generator) -> Tensor:
+    """As forward; but where the elements of a row are equal its n is 0, and the first row is an ordinary one.
+
+    With every row alike the weight's gradient would be 0, to which no rounding is relative.
+    """
+    x = FORWARD.fills[name](name, spec, workload, generator)
+    if workload.values == "equal" and x.dim() > 1 and x.numel() > 0:
+        first = (0,) * (x.dim() - 1)
+        x[first] = torch.randn(x.shape[-1], generator=generator, dtype=x.dtype)
+    return x
+
+
 def _exempt(impostor: str, workload: Workload) -> bool:
     elements = math.prod(workload.tensor("x").shape)
     return elements <= 1 or tells_no_digits(impostor, workload, elements)
@@ -109,7 +121,7 @@ KERNEL_TYPE = KernelType(
     long=FORWARD.long,
     adversarial=FORWARD.adversarial,
     layouts=layouts_of(FORWARD, ("grad",)),
-    fills=fills_of(FORWARD, ("grad",)),
+    fills={**fills_of(FORWARD, ("grad",)), "x": _fill_x},
     tolerance=Tolerance(
         k=2.0,
         ulps=1.0,
