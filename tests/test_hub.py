@@ -643,6 +643,30 @@ print(json.dumps(told))
         hub_module.load(elsewhere)
 
 
+def test_a_package_for_cpus_loads_where_torch_was_built_for_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kernels` then looks for CUDA variants, with or without a GPU; so is the torch of PyPI."""
+    import kernels
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cpu = hand_made(tmp_path / "cpu", id="_norm_cpu_only")
+    with pytest.raises(FileNotFoundError):
+        kernels.get_local_kernel(cpu)
+    assert hub_module.load(cpu).__name__ == "_norm_cpu_only"
+    # Where a package has both, a load takes what torch was built for, and a model what it is on.
+    both = hand_made(tmp_path / "both", id="_norm_cpu_too")
+    gpu = hand_made(tmp_path / "gpu", id="_norm_gpu_too", variant="torch-cuda")
+    shutil.copytree(gpu / "build" / "torch-cuda", both / "build" / "torch-cuda")
+    assert hub_module.load(both).__name__ == "_norm_gpu_too"
+    assert hub_module.load(both, backend="cpu").__name__ == "_norm_cpu_too"
+    model = llama()
+    hub_module.apply(model, both)
+    assert model.model.norm.forward.__func__.__module__.startswith("_norm_cpu_too")
+    with pytest.raises(PackageError, match="has no variant for this machine"):
+        hub_module.load(gpu, backend="cpu")
+
+
 def test_a_version_whose_upload_was_interrupted_is_told_as_that(
     hub: HubServer, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
