@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from autokernel_hf.ceilings import Ceilings, Roofline, roofline
 from autokernel_hf.counters import STALLS, Counters
-from autokernel_hf.gpu import Ceilings, Roofline, roofline
 from autokernel_hf.kernels.base import KernelType
 from autokernel_hf.records import Resources, Workload
 

@@ -288,7 +288,8 @@ def device_tables() -> dict[str, object]:
 
     import torch
 
-    from autokernel_hf.gpu import KNOWN_GPUS, device_info
+    from autokernel_hf.gpu import device_info
+    from autokernel_hf.known_gpus import KNOWN_GPUS
 
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     return {

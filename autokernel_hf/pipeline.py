@@ -498,10 +498,10 @@ def _diagnoser(run: Run, *, look: bool = False) -> Diagnose:
             the device for some 14 s, so it is done once for a kind of candidate, and never for more than `COUNTING` of
             the run's time; what was read stays in the run.
     """
+    from autokernel_hf.ceilings import Ceilings
     from autokernel_hf.counters import Counters, NoCountersError
     from autokernel_hf.counters import read as read_counters
     from autokernel_hf.diagnose import diagnose
-    from autokernel_hf.gpu import Ceilings
     from autokernel_hf.kernels import kernel_type
 
     why_not = run.path / "counters" / "none.txt"  # why there are none on this machine, once that is known

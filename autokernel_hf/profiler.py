@@ -28,18 +28,19 @@ import math
 import random
 import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from autokernel_hf import gpu
+from autokernel_hf.ceilings import floor_us, measure_ceilings
+from autokernel_hf.clocks import Clock, clock_of, overhead_ms
 from autokernel_hf.errors import DeviceError, ModelError, UsageError
 from autokernel_hf.kernels import backends
 from autokernel_hf.kernels import kernel_type as kernel_type_of
@@ -107,99 +108,6 @@ def profile(
         other_share=other,
         device_ms=measured.device_ms,
     )
-
-
-# --- clocks -------------------------------------------------------------------------------------------------------
-
-
-class Clock(Protocol):
-    """Times a device's work: whole passes, and points within them."""
-
-    def pass_ms(self, run: Callable[[], Any]) -> float:
-        """Wall time of a pass, from an idle device to an idle device."""
-        ...
-
-    def device_ms(self, run: Callable[[], Any]) -> float | None:
-        """How long a GPU works in a pass, its waiting for launches left out; None on a CPU, and where it is not told."""
-
-    def mark(self) -> Any: ...
-    def join(self) -> None:
-        """Wait until all work before is done; times between marks can be read then."""
-        ...
-
-    def between(self, begin: Any, end: Any) -> float:
-        """Milliseconds."""
-        ...
-
-
-class CpuClock:
-    def pass_ms(self, run: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin) * 1e3
-
-    def device_ms(self, run: Callable[[], Any]) -> float | None:
-        return None
-
-    def mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def join(self) -> None:
-        pass
-
-    def between(self, begin: int, end: int) -> float:
-        return (end - begin) / 1e6
-
-
-class CudaClock:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def pass_ms(self, run: Callable[[], Any]) -> float:
-        self.join()
-        begin = time.perf_counter()
-        run()
-        self.join()
-        return (time.perf_counter() - begin) * 1e3
-
-    def device_ms(self, run: Callable[[], Any]) -> float | None:
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity
-        from torch.profiler import profile as record
-
-        self.join()
-        with record(activities=[ProfilerActivity.CUDA]) as recorded:
-            run()
-            self.join()
-        events = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA]
-        if not events:
-            logger.warning(
-                "this system records no GPU work: whether the pass waits for launches is not known"
-            )
-            return None
-        return math.fsum(e.self_device_time_total for e in events) / 1e3
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def join(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(begin.elapsed_time(end))
-
-
-def clock_of(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
-
-
-def overhead_ms(clock: Clock, pairs: int = 200) -> float:
-    """The time between two marks with nothing in between."""
-    marks = [(clock.mark(), clock.mark()) for _ in range(pairs)]
-    clock.join()
-    return statistics.median(clock.between(begin, end) for begin, end in marks)
 
 
 # --- recorders ----------------------------------------------------------------------------------------------------
@@ -485,7 +393,7 @@ def pattern(name: str) -> str:
 
 def _rows(loaded: LoadedModel, measured: _Measured) -> tuple[list[SiteProfile], float]:
     kind = loaded.device.type
-    ceilings = gpu.measure_ceilings(loaded.device)
+    ceilings = measure_ceilings(loaded.device)
     groups: dict[tuple[str, str, str, str | None], list[str]] = {}
     parents = _parents(measured)
     names = _row_names(measured)
@@ -497,7 +405,7 @@ def _rows(loaded: LoadedModel, measured: _Measured) -> tuple[list[SiteProfile], 
     for (type_name, layer, name, nested_in), keys in groups.items():
         usable = ("triton", "cuda") if kind == "cuda" else ("cpp",)
         workloads = _workloads(measured, keys)
-        floors = [(w, *gpu.floor_us(kernel_type_of(type_name), w, ceilings)) for w in workloads]
+        floors = [(w, *floor_us(kernel_type_of(type_name), w, ceilings)) for w in workloads]
         share = _share(measured, _calls(measured, keys))
         rows.append(
             SiteProfile(

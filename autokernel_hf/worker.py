@@ -172,7 +172,7 @@ def _profile(request: ProfileRequest) -> Profile:
 
 
 def _ceilings(request: CeilingsRequest) -> Record:
-    from autokernel_hf.gpu import measure_ceilings
+    from autokernel_hf.ceilings import measure_ceilings
 
     return measure_ceilings(request.device)
 

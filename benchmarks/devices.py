@@ -22,7 +22,7 @@ from typing import Any
 
 from autokernel_hf import pipeline, tunables, worker
 from autokernel_hf.agent import Context
-from autokernel_hf.gpu import Ceilings
+from autokernel_hf.ceilings import Ceilings
 from autokernel_hf.kernels import kernel_type, starter
 from autokernel_hf.ledger import Judged
 from autokernel_hf.records import Candidate, Experiment, ModelSpec, Proposal, Target

@@ -44,8 +44,9 @@ from check_starters import FLUSH_BYTES, inputs_on_gpu, text_of, time_limit  # no
 
 from autokernel_hf import build, tunables  # noqa: E402
 from autokernel_hf.candidates import read_candidate  # noqa: E402
+from autokernel_hf.ceilings import measure_ceilings  # noqa: E402
 from autokernel_hf.errors import AutokernelError  # noqa: E402
-from autokernel_hf.gpu import device_info, measure_ceilings  # noqa: E402
+from autokernel_hf.gpu import device_info  # noqa: E402
 from autokernel_hf.judge.checks import check_values, expect  # noqa: E402
 from autokernel_hf.judge.statistics import bootstrap_median  # noqa: E402
 from autokernel_hf.kernels import kernel_type, starter  # noqa: E402
@@ -470,8 +471,9 @@ def results_file(folder: Path, name: str) -> Path:
 def work(options: argparse.Namespace) -> None:
     """Measure all types that have no result yet; then again with torch.compile, as long as the time lasts."""
     calls, tried = built(sources_of(options), options.jobs)
-    for with_compile in (False,) if options.no_peers else (False, True):
-        left = [name for name in options.types if wanted(options.folder, name, with_compile)]
+    # The second time for what the first, with even shares, had to leave.
+    for with_compile in (False, False) if options.no_peers else (False, False, True):
+        left = [name for name in options.types if wanted(options, name, with_compile)]
         for index, name in enumerate(left):
             share = (options.deadline - time.time()) / (len(left) - index)
             if share < 2:
@@ -510,11 +512,20 @@ def warm(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def wanted(folder: Path, name: str, with_compile: bool) -> bool:
-    path = results_file(folder, name)
+def wanted(options: argparse.Namespace, name: str, with_compile: bool) -> bool:
+    """Whether a pass has something to do at a type: what no pass has measured, or torch.compile."""
+    path = results_file(options.folder, name)
     if not path.exists():
         return True
-    return with_compile and not Results.load(path).errors
+    known = Results.load(path)
+    return not known.errors and (with_compile or bool(unreached(options, name, known)))
+
+
+def unreached(options: argparse.Namespace, name: str, known: Results) -> list[str]:
+    """The labels of a type's shapes that have no row."""
+    measured = {row.label for row in known.rows if row.kernel_type == name}
+    labels = [workload.label for workload, _ in workloads_of(kernel_type(name), options.table)]
+    return [label for label in labels if label not in measured]
 
 
 def measure_type(
@@ -532,6 +543,8 @@ def measure_type(
     for workload, in_table in workloads_of(kind, options.table or with_compile):
         if time.time() > until:
             break
+        if not with_compile and workload.label in found:
+            continue
         row = measure(
             kind, workload, in_table, ours, broken, options, with_compile, found.get(workload.label)
         )
@@ -674,7 +687,7 @@ def main() -> int:
 
     def save() -> Report:
         results = merged(options)
-        reached = {row.kernel_type for row in results.rows}
+        left = [f"{n} {label}" for n in options.types for label in unreached(options, n, results)]
         report = Report(
             device=device,
             driver=device.driver,
@@ -686,7 +699,7 @@ def main() -> int:
             command=" ".join(["benchmarks/kernels.py", *(Path(a).name for a in sys.argv[1:])]),
             seconds=round(time.time() - started, 1),
             results=results,
-            not_reached=tuple(n for n in options.types if n not in reached),
+            not_reached=tuple(left),
         )
         report.save(options.out)
         return report

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from autokernel_hf.ceilings import Bandwidth
 from autokernel_hf.counters import Counters
 from autokernel_hf.diagnose import diagnose
-from autokernel_hf.gpu import Bandwidth
 from autokernel_hf.kernels import kernel_type
 from autokernel_hf.records import Resources
 from autokernel_hf.tunables import ACTS_ON
-from tests.test_gpu_table import ceilings
+from tests.test_gpu_table import limits
 
-H200 = ceilings(
+H200 = limits(
     "cuda",
     132,
     bandwidths=(Bandwidth(footprint_bytes=1 << 31, copy_gb_s=4000.0, read_gb_s=4000.0),),
@@ -80,9 +80,9 @@ def test_on_a_cpu_the_roof_is_that_of_the_footprint() -> None:
     activation = kernel_type("activation")
     in_cache = activation.build({"M": 128, "N": 1024}, "float32", {"kind": "silu"})  # 1 MB: 100 GB/s
     beyond = activation.build({"M": 4096, "N": 1024}, "float32", {"kind": "silu"})  # 34 MB: 20 GB/s
-    assert diagnose(activation, in_cache, 50.0, ceilings()).bound == "latency"
-    assert diagnose(activation, in_cache, 12.0, ceilings()).bound == "memory"
-    assert diagnose(activation, beyond, 2000.0, ceilings()).bound == "memory"
+    assert diagnose(activation, in_cache, 50.0, limits()).bound == "latency"
+    assert diagnose(activation, in_cache, 12.0, limits()).bound == "memory"
+    assert diagnose(activation, beyond, 2000.0, limits()).bound == "memory"
 
 
 FAR = 400.0  # us, where the memory allows 67

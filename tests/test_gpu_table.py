@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autokernel_hf import gpu
+from autokernel_hf import ceilings, gpu
+from autokernel_hf.ceilings import Bandwidth, Ceilings
 from autokernel_hf.errors import DeviceError, UsageError
-from autokernel_hf.gpu import KNOWN_GPUS, Bandwidth, Ceilings, known_gpu
 from autokernel_hf.kernels import kernel_type
+from autokernel_hf.known_gpus import KNOWN_GPUS, known_gpu
 from autokernel_hf.records import DeviceInfo
 
 NAMES = {
@@ -153,7 +154,7 @@ def test_auto_is_a_gpu_only_where_there_is_one() -> None:
 # --- floors -------------------------------------------------------------------------------------------------------
 
 
-def ceilings(kind: str = "cpu", units: int = 2, **changes: object) -> Ceilings:
+def limits(kind: str = "cpu", units: int = 2, **changes: object) -> Ceilings:
     device = DeviceInfo(
         kind=kind,  # type: ignore[arg-type]
         name="constructed",
@@ -178,7 +179,7 @@ def ceilings(kind: str = "cpu", units: int = 2, **changes: object) -> Ceilings:
 
 
 def test_bandwidth_belongs_to_a_footprint() -> None:
-    known = ceilings()
+    known = limits()
     assert known.bandwidth_gb_s(1 << 10) == 100.0
     assert known.bandwidth_gb_s(1 << 22) == pytest.approx(60.0)  # half way, by the logarithm
     assert known.bandwidth_gb_s(1 << 30) == 20.0
@@ -188,21 +189,23 @@ def test_bandwidth_belongs_to_a_footprint() -> None:
 def test_the_floor_is_the_largest_of_bytes_flops_and_launch() -> None:
     activation, matmul = kernel_type("activation"), kernel_type("matmul")
     large = activation.build({"M": 1024, "N": 4096}, "float32", {"kind": "gelu_new"})
-    assert gpu.floor_us(activation, large, ceilings()) == (pytest.approx(2 * 4 * 2**22 / 20e3), "memory")
+    assert ceilings.floor_us(activation, large, limits()) == (pytest.approx(2 * 4 * 2**22 / 20e3), "memory")
     small = activation.build({"M": 1, "N": 8}, "float32", {"kind": "gelu_new"})
-    assert gpu.floor_us(activation, small, ceilings()) == (1.0, "launch")
+    assert ceilings.floor_us(activation, small, limits()) == (1.0, "launch")
     product = matmul.build({"M": 512, "K": 512, "N": 512}, "float32", {})
-    us, bound = gpu.floor_us(matmul, product, ceilings())
+    us, bound = ceilings.floor_us(matmul, product, limits())
     assert bound == "compute"
     assert us == pytest.approx(2 * 512**3 / 0.1e6, rel=0.02)
-    assert gpu.floor_us(matmul, product, ceilings(matmul_tflops={})).bound != "compute"  # no rate is made up
+    assert (
+        ceilings.floor_us(matmul, product, limits(matmul_tflops={})).bound != "compute"
+    )  # no rate is made up
 
 
 def test_a_float32_product_may_come_from_three_of_tf32() -> None:
-    assert ceilings(matmul_tflops={"float32": 50.0, "tf32": 400.0}).rate_tflops("float32") == pytest.approx(
+    assert limits(matmul_tflops={"float32": 50.0, "tf32": 400.0}).rate_tflops("float32") == pytest.approx(
         400 / 3
     )
-    assert ceilings(matmul_tflops={"float32": 50.0, "tf32": 90.0}).rate_tflops("float32") == 50.0
+    assert limits(matmul_tflops={"float32": 50.0, "tf32": 90.0}).rate_tflops("float32") == 50.0
 
 
 # --- ceilings -----------------------------------------------------------------------------------------------------
@@ -212,54 +215,54 @@ def test_a_float32_product_may_come_from_three_of_tf32() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """A measurement that is short, and a count of how often it is made."""
     made: list[int] = []
-    measure = gpu._measure_cpu
+    measure = ceilings._measure_cpu
 
     def counted(info: DeviceInfo) -> Ceilings:
         made.append(1)
         return measure(info)
 
     monkeypatch.setenv("AUTOKERNEL_HF_CACHE", str(tmp_path))
-    monkeypatch.setattr(gpu, "CPU_FOOTPRINTS", (1 << 16, 1 << 22))
-    monkeypatch.setattr(gpu, "_CPU_BUDGET_S", 0.0)
-    monkeypatch.setattr(gpu, "_CPU_RUNS", 4)
-    monkeypatch.setattr(gpu, "_is_busy", lambda: False)
-    monkeypatch.setattr(gpu, "_measure_cpu", counted)
+    monkeypatch.setattr(ceilings, "CPU_FOOTPRINTS", (1 << 16, 1 << 22))
+    monkeypatch.setattr(ceilings, "_CPU_BUDGET_S", 0.0)
+    monkeypatch.setattr(ceilings, "_CPU_RUNS", 4)
+    monkeypatch.setattr(ceilings, "_is_busy", lambda: False)
+    monkeypatch.setattr(ceilings, "_measure_cpu", counted)
     return made
 
 
 def test_ceilings_are_measured_once_and_again_when_they_are_old(quick: list[int], tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    first = gpu.measure_ceilings("cpu")
+    first = ceilings.measure_ceilings("cpu")
     assert torch.get_num_threads() == threads
     assert first.launch_us > 0
     assert first.matmul_tflops["float32"] > 1e-4
     assert all(b.copy_gb_s > 0.01 and b.read_gb_s > 0.01 for b in first.bandwidths)
-    assert gpu.measure_ceilings("cpu") == first
+    assert ceilings.measure_ceilings("cpu") == first
     assert len(quick) == 1
 
     (path,) = (tmp_path / "ceilings").iterdir()
     record = json.loads(path.read_text())
     record["device"]["date"] = (datetime.now(timezone.utc) - timedelta(days=8)).isoformat()
     path.write_text(json.dumps(record))
-    gpu.measure_ceilings("cpu")
+    ceilings.measure_ceilings("cpu")
     assert len(quick) == 2
-    gpu.measure_ceilings("cpu", refresh=True)
+    ceilings.measure_ceilings("cpu", refresh=True)
     assert len(quick) == 3
     path.write_text("not a record")
-    gpu.measure_ceilings("cpu")
+    ceilings.measure_ceilings("cpu")
     assert len(quick) == 4
 
 
 def test_ceilings_of_a_busy_machine_soon_expire(
     quick: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "_is_busy", lambda: True)
-    assert gpu.measure_ceilings("cpu").busy
+    monkeypatch.setattr(ceilings, "_is_busy", lambda: True)
+    assert ceilings.measure_ceilings("cpu").busy
     (path,) = (tmp_path / "ceilings").iterdir()
     record = json.loads(path.read_text())
     record["device"]["date"] = (datetime.now(timezone.utc) - timedelta(minutes=11)).isoformat()
     path.write_text(json.dumps(record))
-    gpu.measure_ceilings("cpu")
+    ceilings.measure_ceilings("cpu")
     assert len(quick) == 2
 
 
@@ -343,9 +346,9 @@ def test_ceilings_of_a_gpu_lie_below_what_its_maker_publishes(
     assert info.units > 0
     assert info.cuda
     before = torch.backends.cuda.matmul.allow_tf32
-    measured = gpu.measure_ceilings("cuda:0")
+    measured = ceilings.measure_ceilings("cuda:0")
     assert torch.backends.cuda.matmul.allow_tf32 == before
-    assert gpu.measure_ceilings("cuda:0") == measured
+    assert ceilings.measure_ceilings("cuda:0") == measured
     assert 0.1 < measured.launch_us < 50
     spec = known_gpu(info.name)
     if spec is None:

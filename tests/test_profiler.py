@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autokernel_hf import profiler
+from autokernel_hf import clocks, profiler
 from autokernel_hf.errors import DeviceError, ModelError, UsageError
 from autokernel_hf.extract import extract
 from autokernel_hf.kernels import kernel_type
@@ -382,7 +382,7 @@ def test_noise_that_makes_more_than_a_pass_is_scaled_away(
 
 
 def test_the_cost_of_an_empty_pair_of_marks_is_small_and_known() -> None:
-    overhead = profiler.overhead_ms(profiler.CpuClock())
+    overhead = clocks.overhead_ms(clocks.CpuClock())
     assert 0 < overhead < 0.05
 
 
@@ -453,7 +453,7 @@ def test_on_a_gpu_sites_take_most_of_a_pass_and_a_snapshot_is_written(tmp_path: 
 
 @pytest.mark.gpu
 def test_a_pass_of_many_short_launches_is_launch_bound_and_one_of_few_long_ones_is_not() -> None:
-    clock = profiler.CudaClock(torch.device("cuda", 0))
+    clock = clocks.CudaClock(torch.device("cuda", 0))
     small = torch.randn(64, 64, device="cuda")
     large = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autokernel_hf import gpu
+from autokernel_hf.ceilings import Ceilings, measure_ceilings
 from autokernel_hf.errors import AutokernelError, JudgeError
 from autokernel_hf.judge import checks, roofline, sandbox, statistics, timing
 from autokernel_hf.judge.cases import Scope, key_of
@@ -65,7 +66,7 @@ class Bench:
         self._known_values: dict[str, timing.Values] = {}
         self._baselines: dict[str, WorkloadResult] = {}
         self._eager_runs: set[str] = set()  # workloads that the plain torch expression has run
-        self._measured_ceilings: gpu.Ceilings | None = None
+        self._measured_ceilings: Ceilings | None = None
         # Whether the candidate that was timed last is so much slower than the incumbent that no other workload can
         # make up for it.
         self.hopeless = False
@@ -200,9 +201,9 @@ class Bench:
                 remedy="Judge it again on its own (bench).",
             ) from None
 
-    def _ceilings(self) -> gpu.Ceilings:
+    def _ceilings(self) -> Ceilings:
         if self._measured_ceilings is None:
-            self._measured_ceilings = gpu.measure_ceilings(self.device)
+            self._measured_ceilings = measure_ceilings(self.device)
         return self._measured_ceilings
 
     def _values(self, workload: Workload) -> timing.Values:

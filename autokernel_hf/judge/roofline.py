@@ -1,6 +1,6 @@
 """Faster than the hardware is a fault of the measurement, not a record.
 
-The ceilings are measured on this device (`gpu.measure_ceilings`). On a GPU they hold because the timed calls find a
+The ceilings are measured on this device (`ceilings.measure_ceilings`). On a GPU they hold because the timed calls find a
 cold cache; on a CPU, where the data may be in a cache, bandwidth is taken at the same footprint, and an accusation is
 checked against copies made there and then, since a busy machine makes ceilings look lower than they are.
 """
@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from autokernel_hf.gpu import Ceilings, roofline
+from autokernel_hf.ceilings import Ceilings, roofline
 from autokernel_hf.kernels.base import KernelType
 from autokernel_hf.records import Workload
 
