@@ -21,6 +21,7 @@ from autokernel_hf.judge import checks, roofline, sandbox, statistics, timing
 from autokernel_hf.judge.cases import Scope, key_of
 from autokernel_hf.judge.crew import Crew
 from autokernel_hf.judge.large import inputs_of
+from autokernel_hf.judge.quiet import family, on_one_core
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.session import Settings
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 
 _CANDIDATE, _INCUMBENT = "candidate", "incumbent"
 _SECONDS = {"cpu": 4.0, "cuda": 1.0}  # of rounds, for all workloads of a candidate together
-# On a CPU: a loser is told after two blocks; a winner must win across all.
-_CPU_BLOCKS, _FEWEST_BLOCKS, _BLOCK_ROUNDS = 5, 3, 8
+# Where processes differ (`Bench.blocks`): a loser is told after two blocks; a winner must win across all.
+_BLOCKS, _FEWEST_BLOCKS, _BLOCK_ROUNDS = 5, 3, 8
 _PATIENCE_S = 20.0  # for a workload; then the fewest blocks are enough
 
 
@@ -107,7 +108,7 @@ class Bench:
         against = timing.EAGER if pair.incumbent is None else _INCUMBENT
         times = columns[against].cost_us, columns[_CANDIDATE].cost_us
         blocks = columns[_CANDIDATE].blocks
-        count = 1 if self.settings.quick or self.device.type == "cuda" else _CPU_BLOCKS
+        count = self.blocks
         budget = self._budget(self._seconds(peers=peers) / count, blocks=count)
         decided = partial(statistics.decided, *times, epsilon=self.settings.epsilon)
         began = time.monotonic()
@@ -129,6 +130,19 @@ class Bench:
         if fault:
             raise Failed("rejected", f"{fault} (on {workload.label}, {workload.dtype})")
         return result
+
+    @property
+    def blocks(self) -> int:
+        """How many pairs of processes a comparison is made between.
+
+        Two processes that run the same kernel may differ for as long as they live. On a CPU where their memory happens to
+        lie makes a few per cent, and one that has run for longer has an advantage of a tenth. On a GPU that waits for the
+        host it is what a launch costs them: of one RMS norm 14 us in one process and 37 in another was measured on an H200,
+        so that a search kept eighteen candidates in a row that were no faster. Where the device's time is what counts, none
+        of that matters.
+        """
+        differ = self.device.type == "cpu" or self.settings.launch_bound
+        return _BLOCKS if differ and not self.settings.quick else 1
 
     def _columns(self, names: Iterable[str]) -> dict[str, timing.Column]:
         return {name: timing.Column(launch_bound=self.settings.launch_bound) for name in names}
@@ -152,11 +166,10 @@ class Bench:
     ) -> None:
         """One block of rounds.
 
-        On a CPU each block has processes of its own, of the same age: where a process's memory happens to lie makes a
-        few per cent, and one that has run for longer has an advantage of a tenth. On a GPU neither matters, and Triton
-        would compile anew, so the processes are kept.
+        On a CPU each block has processes of its own, of the same age. On a GPU the first is between those that there are;
+        where there are more they have their own, and all contenders of a block take turns on one core.
         """
-        fresh = self.device.type == "cpu"
+        fresh = self.device.type == "cpu" or block > 0
         children: list[Child] = []
         rounds: timing.Rounds | None = None
         try:
@@ -164,7 +177,7 @@ class Bench:
             children.append(own)
             contenders: list[timing.Contender] = [*local, timing.Remote(_CANDIDATE, own, values)]
             if pair.incumbent is not None:
-                rival = self._rival(pair.incumbent, crew)
+                rival = self._rival(pair.incumbent, crew, fresh=fresh)
                 children.append(rival)
                 contenders.append(timing.Remote(_INCUMBENT, rival, values))
             rounds = timing.Rounds(
@@ -175,7 +188,8 @@ class Bench:
                 seed=self.seeds.next(),
                 block=block,
             )
-            rounds.run(budget, decided)
+            with self._placed(children):
+                rounds.run(budget, decided)
             if self.device.type == "cuda" or block + 1 >= _FEWEST_BLOCKS:
                 # A few rounds on a busy machine show anything; what could be kept has more.
                 rounds.check_clocks()
@@ -192,9 +206,16 @@ class Bench:
                 for child in children:
                     child.end()
 
-    def _rival(self, incumbent: Candidate, crew: Crew) -> Child:
+    def _placed(self, children: Sequence[Child]) -> contextlib.AbstractContextManager[None]:
+        """Where a GPU waits for the host, on one core: what a launch costs depends on the core and on who else uses it."""
+        if self.device.type == "cpu" or not self.settings.launch_bound:
+            return contextlib.nullcontext()
+        members = [pid for child in children for pid in family(child.pid)]
+        return on_one_core(members, random.Random(self.seeds.next()))
+
+    def _rival(self, incumbent: Candidate, crew: Crew, *, fresh: bool) -> Child:
         try:
-            return crew.fresh(incumbent) if self.device.type == "cpu" else crew.holder(incumbent)
+            return crew.fresh(incumbent) if fresh else crew.holder(incumbent)
         except Failed as failed:
             raise JudgeError(
                 f"The incumbent, which had passed, {failed.what}.",

@@ -1,14 +1,17 @@
-"""Waiting until a processor is free: threads of an OpenMP pool spin for a while after a parallel region ends.
+"""The processor that a turn has: waiting until one is free, and the same one for all.
 
-The contenders of a round live in several processes, so without waiting the pool of the one that just finished takes a
-core from the one whose turn it is.
+Threads of an OpenMP pool spin for a while after a parallel region ends. The contenders of a round live in several
+processes, so without waiting the pool of the one that just finished takes a core from the one whose turn it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _POLL_S = 0.001
@@ -60,3 +63,26 @@ def family(pid: int) -> list[int]:
         except OSError:
             continue
     return found
+
+
+@contextlib.contextmanager
+def on_one_core(pids: Iterable[int], dice: random.Random) -> Iterator[None]:
+    """Have this thread and the first threads of other processes share a core for a while, drawn from those allowed.
+
+    For contenders that take turns: only one of them runs at a time.
+    """
+    allowed = os.sched_getaffinity(0)
+    core = {dice.choice(sorted(allowed))}
+    threads = [0, *pids]
+    for thread in threads:
+        _bind(thread, core)
+    try:
+        yield
+    finally:
+        for thread in threads:
+            _bind(thread, allowed)
+
+
+def _bind(thread: int, cores: set[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, which others will tell
+        os.sched_setaffinity(thread, cores)

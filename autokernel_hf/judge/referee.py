@@ -133,7 +133,8 @@ class Referee:
     def _arena_bytes(self) -> int:
         """The most that any case or timed workload takes, in any domain."""
         whole = Domain(dtypes=self.kernel_type.dtypes, values={})
-        made = [case for stage in STAGES for case in cases_of(stage, self.scope, whole)]
+        widest = replace(self.scope, backend="cuda")  # whose calls are also those of all others
+        made = [case for stage in STAGES for case in cases_of(stage, widest, whole)]
         made += [Case(stage="smoke", workload=w, repeats=cases.REPEATS) for w in self.scope.workloads]
         needed = [room_for(self.kernel_type, case) for case in made]
         needed += [timing.room_for(self.kernel_type, w, self.device) for w in self.scope.workloads]
