@@ -30,7 +30,7 @@ from autokernel_hf.tunables import Tunable
 from autokernel_hf.variant import Domain
 
 # Small enough that every way through a starter is short in the interpreter.
-SHORTENED: dict[str, Scalar] = {"LONGEST": 512, "CHUNK": 256, "TILE": 512}
+SHORTENED: dict[str, Scalar] = {"LONGEST": 512, "CHUNK": 256, "TILE": 512, "HELD": 256, "MANY_TILES": 4}
 FEW_PROGRAMS = 1 << 13
 # Constants that choose how a kernel is launched: the interpreter reads none of it, so that one call shows what there is.
 LAUNCH_ONLY = re.compile(r"WARPS|STAGES|PER_THREAD")

@@ -174,6 +174,8 @@ ELEMENTWISE = ("activation", "gated_activation", "activation_backward", "gated_a
 GRADIENTS_OF_ROWS = ("softmax_backward", "rmsnorm_backward", "layernorm_backward")
 ROTARY = ("rotary_embedding", "rotary_embedding_backward")
 CROSS_ENTROPY = ("cross_entropy", "cross_entropy_backward")
+SOFTMAX = ("softmax", "softmax_backward")
+CLUSTERS = ("rmsnorm", "layernorm", *SOFTMAX)
 # What stands in several starters: from where to where, and in which.
 SHARED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
@@ -182,18 +184,21 @@ SHARED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (*NORMS, "softmax", "reduce", *ELEMENTWISE, *GRADIENTS_OF_ROWS, *ROTARY, *CROSS_ENTROPY),
     ),
     ("template <typename T>\nconstexpr int kPack", "// A row cut where", (*NORMS, "softmax")),
-    ("// A row cut where memory has", "\n};\n", (*NORMS, "softmax")),
+    ("// V elements as they lie in memory", "\n};\n", SOFTMAX),
+    ("// A row cut where memory has", "\n};\n", (*NORMS, *SOFTMAX)),
     ("// A weight or bias of x's dtype", "constexpr int kSlots", NORMS),
-    ("constexpr int kSlots", "// A cluster of blocks", NORMS),
-    ("// A cluster of blocks, on devices", "#endif", (*NORMS, "softmax")),
+    ("constexpr int kSlots", "__device__ __forceinline__ float row_sum", (*NORMS, "softmax")),
+    ("// Clusters of blocks, on devices", "#endif", CLUSTERS),
+    ("// What the blocks of a cluster tell", "\n}\n", CLUSTERS),
+    ("// As __expf, but", "\n}\n", SOFTMAX),
     ("// A parameter's packs for those", "\n};\n", NORMS),
     ("bool rows_of(", "\n}\n", NORMS),
     ("bool rows_of(", "\n}\n", ELEMENTWISE),
     ("bool rows_of(", "\n}\n", GRADIENTS_OF_ROWS),
     ("bool parameter_of(", "\n}\n", NORMS),
     ("int lanes_for(", "\n}\n", (*NORMS, "softmax", "reduce")),
-    ("bool has_clusters(", "\n}\n", (*NORMS, "softmax", "reduce")),
-    ("int launch_clusters(", "\n}\n", (*NORMS, "softmax", "reduce")),
+    ("bool has_clusters(", "\n}\n", (*NORMS, *SOFTMAX, "reduce")),
+    ("int launch_clusters(", "\n}\n", (*NORMS, *SOFTMAX, "reduce")),
     ("bool same_phase(", "\n}\n", NORMS),
     ("// Adds the squares of deviations", "\n}\n", ("layernorm", "add_norm")),
 )
@@ -315,7 +320,16 @@ CLUSTERED: dict[str, tuple[tuple[dict[str, int], dict[str, Scalar]], ...]] = {
     "rmsnorm": (({"M": 3, "N": 40003}, {}), ({"M": 2, "N": 65536}, {"offset": 1.0})),
     "layernorm": (({"M": 3, "N": 40003}, {}), ({"M": 2, "N": 65536}, {"bias": None})),
     "add_norm": (({"M": 3, "N": 40003}, {"kind": "layer"}), ({"M": 2, "N": 65536}, {})),
-    "softmax": (({"M": 3, "N": 70001}, {}), ({"M": 2, "N": 131072}, {})),
+    "softmax": (
+        ({"M": 3, "N": 70001}, {}),
+        ({"M": 2, "N": 131072}, {}),
+        # Columns: in packs and one by one, held and read twice, a short dimension between two others.
+        ({"M": 3000, "N": 64}, {"dim": 0}),
+        ({"B": 2, "M": 1500, "N": 33}, {"dim": 1}),
+        ({"M": 17000, "N": 16}, {"dim": 0}),
+        ({"B": 3, "M": 40, "N": 1000}, {"dim": 1}),
+    ),
+    "softmax_backward": (({"M": 2, "N": 50257}, {}), ({"M": 3, "N": 65536}, {})),
     "reduce": (({"M": 3000, "N": 64}, {"op": "prod", "dim": 0}), ({"L": 2, "M": 1500, "N": 33}, {"dim": 1})),
 }
 
@@ -331,6 +345,24 @@ def test_what_a_cluster_shares_is_right(name: str, workshop: Workshop) -> None:
             workload = kind.build(axes, dtype, options)
             assert not problem(kind, workload, args, results[0]), f"{axes} {dtype}"
             assert all(same_bits(results[0], other) for other in results[1:]), f"{axes} {dtype}"
+
+
+def test_rows_that_begin_far_from_their_mean_keep_their_digits(workshop: Workshop) -> None:
+    """Deviations are taken from a row's first elements, which may be anywhere."""
+    kind, kernel = kernel_type("layernorm_backward"), workshop.emulate("layernorm_backward").result()
+    rows: dict[str, Tensor] = {
+        "first ones large": torch.cat([torch.full((2, 16), 3e4), torch.randn(2, 4080)], 1),
+        "first ones 0": torch.cat([torch.zeros(2, 16), torch.randn(2, 4080) + 1000], 1),
+        "one large": torch.randn(2, 4096).index_fill(1, torch.tensor([9]), -6e4),
+        "all far from 0": torch.randn(2, 4096) + 2000,
+        "from one end to the other": torch.linspace(-6e4, 6e4, 4096).repeat(2, 1),
+    }
+    for dtype in ("float16", "bfloat16"):
+        workload = kind.build({"M": 2, "N": 4096}, dtype, {})
+        args = make_inputs(kind, workload, seed=1)
+        for what, x in rows.items():
+            args["x"] = x.to(args["x"].dtype)
+            assert not problem(kind, workload, args, kernel(args)), f"{dtype}, {what}"
 
 
 def test_columns_are_split_among_blocks_and_reduced_in_packs(workshop: Workshop) -> None:

@@ -195,7 +195,11 @@ def demanding_workloads(name: str) -> list[Workload]:
     if name not in ("activation", "gated_activation"):
         built.append(kind.build({"M": 8, "N": 50257}, "bfloat16", options[0]))
     if name == "softmax":
-        built.append(kind.build({"M": 640, "N": 48}, "float16", {"dim": 0}))
+        built += [kind.build({"M": m, "N": 48}, "float16", {"dim": 0}) for m in (40, 4000)]
+        built.append(with_layout(built[-3], "padded", names))
+        built.append(kind.build({"B": 64, "M": 1024, "N": 1000}, "bfloat16", {"dim": 1}))
+    if name == "layernorm":
+        built.append(kind.build({"M": 8, "N": 65536}, "bfloat16", {}))
     return built
 
 

@@ -12,7 +12,7 @@
 
 #include "autokernel.h"
 
-constexpr int kHeld = 2;        // tune(memory): 1, 2, 4, 8
+constexpr int kHeld = 4;        // tune(memory): 1, 2, 4, 8
 constexpr int kThreads = 128;   // tune(block): 64, 128, 256, 512
 constexpr int kColdLoad = 0;    // tune(memory): 0, 1
 constexpr int kColdStore = 0;   // tune(memory): 0, 1
@@ -22,8 +22,9 @@ namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
 constexpr int64_t kFew = 1 << 17;  // packs of all rows, up to which a row's parameters are read while it is summed
+constexpr int kFewHeld = 2;       // packs of a thread in short rows and where there are few rows
 constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
-constexpr int kLargestCluster = 4;  // for longer rows, reading twice was faster on an H200
+constexpr int kLargestCluster = 8;
 static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
 
@@ -248,7 +249,7 @@ __device__ __forceinline__ float row_sum(float value, Partial &partial) {
   return over_row(value, partial, [](float a, float b) { return a + b; });
 }
 
-// A cluster of blocks, on devices that have them (from 9.0 on): its blocks read each other's shared memory.
+// Clusters of blocks, on devices that have them (from 9.0 on): they write to each other's shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
@@ -260,21 +261,44 @@ __device__ __forceinline__ int cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return (int)size;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ float in_block(const float *mine, int rank) {
-  uint32_t place = (uint32_t)__cvta_generic_to_shared(mine), there;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-  return value;
+// The cluster's barrier, for its start: what is told later needs no fence.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory"); }
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void make_barrier(uint64_t *barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
+__device__ __forceinline__ void expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool arrived(uint64_t *barrier, uint32_t parity) {
+  uint32_t yes;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(yes)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return yes != 0;
+}
+// To a block of the cluster: four numbers for `place`, where this thread's block has them too, told to its `barrier`.
+__device__ __forceinline__ void tell(float4 mine, float4 *place, uint64_t *barrier, int rank) {
+  uint32_t there, told;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" : : "r"(there),
+               "r"(told), "f"(mine.x), "f"(mine.y), "f"(mine.z), "f"(mine.w)
+               : "memory");
 }
 #else  // never launched there: see has_clusters
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void cluster_arrive() { __trap(); }
 __device__ __forceinline__ void cluster_wait() { __trap(); }
-__device__ __forceinline__ float in_block(const float *mine, int) { return *mine; }
+__device__ __forceinline__ void make_barrier(uint64_t *) {}
+__device__ __forceinline__ void barriers_are_made() {}
+__device__ __forceinline__ void expect(uint64_t *, uint32_t) {}
+__device__ __forceinline__ bool arrived(uint64_t *, uint32_t) { return true; }
+__device__ __forceinline__ void tell(float4, float4 *, uint64_t *, int) {}
 #endif
 
 // What turns a row into its norm: y = ((x - mean) - correction) * scale. The correction is the mean of x - mean, what
@@ -298,6 +322,22 @@ __device__ __forceinline__ void normalize(float (&v)[V], Norm norm) {
   }
 }
 
+// What the blocks of a cluster tell each other of their row.
+struct Shares {
+  float4 of_block[kLargestCluster];
+  uint64_t told;
+};
+
+// The shares of all blocks, in every thread. Between cluster_arrive(), after the barrier was made, and this must lie
+// cluster_wait(). A block may end after it: nothing is told to it any more.
+__device__ __forceinline__ const float4 *exchange(float4 mine, Shares &shares) {
+  const int size = cluster_size();
+  if (threadIdx.x == 0) expect(&shares.told, 16 * size);
+  if ((int)threadIdx.x < size) tell(mine, &shares.of_block[cluster_rank()], &shares.told, threadIdx.x);
+  while (!arrived(&shares.told, 0)) continue;
+  return shares.of_block;
+}
+
 // What a block of a cluster knows of its part of a row: `mean` and `correction` as of a norm, and the squares of the
 // deviations from their sum.
 struct Share {
@@ -311,22 +351,20 @@ __device__ __forceinline__ float elements_of(int rank, int each, int lead, int e
 }
 
 // The norm of a row from the shares of all blocks of a cluster, in every thread, in an order that never changes; means
-// are taken relative to that of the first block. cluster_wait() must follow before the block ends.
-__device__ __forceinline__ Norm cluster_norm(Share mine, Share *slot, int each, int lead, int end, float eps) {
-  if (threadIdx.x == 0) *slot = mine;
-  cluster_arrive();
-  cluster_wait();
-  const float base = in_block(&slot->mean, 0);
+// are taken relative to that of the first block.
+__device__ __forceinline__ Norm cluster_norm(Share mine, Shares &shares, int each, int lead, int end,
+                                             float eps) {
+  const float4 *all = exchange({mine.mean, mine.correction, mine.squares, 0.0f}, shares);
+  const float base = all[0].x;
   float delta = 0.0f, squares = 0.0f;
   for (int rank = 0; rank < cluster_size(); rank++)
-    delta += elements_of(rank, each, lead, end) * (in_block(&slot->mean, rank) - base + in_block(&slot->correction, rank));
+    delta += elements_of(rank, each, lead, end) * (all[rank].x - base + all[rank].y);
   const float N = (float)(end - lead);
   delta /= N;
   for (int rank = 0; rank < cluster_size(); rank++) {
-    const float off = in_block(&slot->mean, rank) - base + in_block(&slot->correction, rank) - delta;
-    squares += in_block(&slot->squares, rank) + elements_of(rank, each, lead, end) * off * off;
+    const float off = all[rank].x - base + all[rank].y - delta;
+    squares += all[rank].z + elements_of(rank, each, lead, end) * off * off;
   }
-  cluster_arrive();
   return {base, delta, rsqrtf(squares / N + eps)};
 }
 
@@ -373,7 +411,14 @@ __global__ void __launch_bounds__(kMaxThreads)
               int64_t M, int N, float inverse) {
   constexpr int V = kPack<T>;
   __shared__ Partial partial[3];
-  __shared__ Share slot;
+  __shared__ Shares shares;
+  if constexpr (CLUSTER) {  // one row
+    if (threadIdx.x == 0) {
+      make_barrier(&shares.told);
+      barriers_are_made();
+    }
+    cluster_arrive();
+  }
   const int lanes = blockDim.x, begin = (CLUSTER ? cluster_rank() * lanes * HELD : 0) + threadIdx.x;
   const int64_t step = (int64_t)gridDim.x * blockDim.y;
   int64_t row = CLUSTER ? blockIdx.x / cluster_size() : (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
@@ -419,8 +464,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (kCorrects<T>) squares -= correction * correction / inverse;
     if (squares < 0.0f || inverse == 0.0f) squares = 0.0f;  // by rounding only; NaN stays
     Norm norm;
+    if constexpr (CLUSTER) cluster_wait();
     if constexpr (CLUSTER)
-      norm = cluster_norm({mean, correction, squares}, &slot, lanes * HELD * V, span.lead, span.end, eps);
+      norm = cluster_norm({mean, correction, squares}, shares, lanes * HELD * V, span.lead, span.end, eps);
     else
       norm = {mean, correction, rsqrtf(squares * inverse + eps)};
     T *y = out + row * N - span.lead;
@@ -444,7 +490,6 @@ __global__ void __launch_bounds__(kMaxThreads)
       held[k].take(v);
       span.store(y, p, held[k], kColdStore);
     }
-    if constexpr (CLUSTER) cluster_wait();  // none may end while others read its share
   }
 }
 
@@ -630,12 +675,13 @@ int run(const AkTensor *x, const AkTensor *weight, const AkTensor *bias, float e
     kernel<<<grid, block, 0, stream>>>(in, rows, w, b, eps, y, M, n, inverse);
     return (int)cudaGetLastError();
   };
+  if (packs && M * units < kFew && units <= kFewHeld * kMaxThreads)
+    return one(held_rows<T, kFewHeld, true, false, true>, kFewHeld);
+  if (packs && units <= 32 * kFewHeld) return one(held_rows<T, kFewHeld, true, false>, kFewHeld);
   if (same && units <= (int64_t)kHeld * kMaxThreads)
-    return packs && M * units < kFew ? one(held_rows<T, kHeld, true, false, true>, kHeld)
-           : packs                    ? one(held_rows<T, kHeld, true, false>, kHeld)
-                                      : one(held_rows<T, kHeld, false, false>, kHeld);
+    return packs ? one(held_rows<T, kHeld, true, false>, kHeld) : one(held_rows<T, kHeld, false, false>, kHeld);
   if (packs && units <= (int64_t)kHeldLong * kMaxThreads) return one(held_rows<T, kHeldLong, true, false>, kHeldLong);
-  const auto in_clusters = held_rows<T, kHeldLong, false, true>;
+  const auto in_clusters = packs ? held_rows<T, kHeldLong, true, true> : held_rows<T, kHeldLong, false, true>;
   const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);
   if (same && size > 0 && M <= 0x7fffffff / size && has_clusters((const void *)in_clusters, ctx->device))
     return launch_clusters(in_clusters, M * size, kMaxThreads, size, stream, in, rows, w, b, eps, y, M, n, inverse);

@@ -2,7 +2,8 @@
 //
 // Gradients of y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, in fp32. A block goes
 // through rows, which its threads hold in registers, and keeps its share of the parameters' gradients in registers as well;
-// a second kernel adds up the shares, in a fixed order. Rows too long for that are read four times.
+// a second kernel adds up the shares, in a fixed order. For 16 bits all of a row's sums are made at once, from deviations from
+// a few elements' mean. Rows too long for that are read four times.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -11,7 +12,7 @@
 
 #include "autokernel.h"
 
-constexpr int kBlocks = 264;   // tune(launch): 132, 264, 528
+constexpr int kBlocks = 264;    // tune(launch): 132, 264, 528
 constexpr int kThreads = 256;  // tune(block): 128, 256, 512
 constexpr int kHeld = 2;       // tune(memory): 1, 2, 4
 constexpr int kAhead = 1;      // tune(memory): 0, 1
@@ -148,6 +149,19 @@ struct Input {
   int64_t stride;  // between rows
 };
 
+// A number near a row's mean, the same in all threads: deviations from it are small where those from the mean are, but for
+// rows whose first elements lie far off, where the variance is large as well.
+template <typename T, int V>
+__device__ __forceinline__ float pivot_of(const T *row) {
+  Raw<T, V> raw;
+  float v[V], pivot = 0.0f;
+  raw.load(row);
+  raw.floats(v);
+#pragma unroll
+  for (int i = 0; i < V; i++) pivot += v[i] * (1.0f / V);
+  return pivot;
+}
+
 // Rows that their threads hold in registers: `blockDim.x` threads a row, with HELD packs of V elements each, and
 // `blockDim.y` rows at once, of one warp each. A block goes through rows with a step, the next one on its way while one
 // is summed up, and keeps its share of the parameters' gradients in registers.
@@ -155,8 +169,9 @@ template <typename T, int V, int HELD>
 __global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxThreads, 1)
     held_rows(Input grads, Input xs, Parameter weight, float eps, float offset, T *__restrict__ dx,
               float *__restrict__ shares, bool want_weight, bool want_bias, int64_t M, int N, float inverse) {
-  constexpr int K = kLayer ? 3 : 2;
-  __shared__ float partial[4][kMaxThreads / 32][K];
+  constexpr bool ONCE = kLayer && V > 1 && sizeof(T) == 2;  // whether all sums are made at once
+  constexpr int K = ONCE ? 4 : kLayer ? 3 : 2;
+  __shared__ float partial[ONCE ? 2 : 4][kMaxThreads / 32][K];
   __shared__ float joined[kLayer ? 2 : 1][32 * V * HELD];
   const T *grad = static_cast<const T *>(grads.data), *x = static_cast<const T *>(xs.data);
   const int64_t step = (int64_t)gridDim.x * blockDim.y;
@@ -195,8 +210,8 @@ __global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxTh
     } else {
       read(row, g_raw, x_raw);
     }
-    float mean = 0.0f;
-    if constexpr (kLayer) {
+    float mean = ONCE ? pivot_of<T, V>(x + row * xs.stride) : 0.0f;
+    if constexpr (kLayer && !ONCE) {
       float sum[1] = {0.0f};
 #pragma unroll
       for (int h = 0; h < HELD; h++) {
@@ -217,7 +232,7 @@ __global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxTh
     for (int h = 0; h < HELD; h++) {
       const int column = first + h * stride;
       if (column >= N) continue;
-      float v[V], g[V], w[V], squares = 0.0f, products = 0.0f, plain = 0.0f;
+      float v[V], g[V], w[V], squares = 0.0f, products = 0.0f, plain = 0.0f, deviations = 0.0f;
       x_raw[h].floats(v);
       g_raw[h].floats(g);
       load_weight<T, V>(weight, offset, column, w);
@@ -227,15 +242,24 @@ __global__ void __launch_bounds__(V > 1 && HELD == kMost ? kMostThreads : kMaxTh
         squares += centred * centred;
         products += weighted * centred;
         if (kLayer) plain += weighted;
+        if (ONCE) deviations += centred;
       }
       sums[0] += squares;
       sums[1] += products;
-      if (kLayer) sums[K - 1] += plain;
+      if (kLayer) sums[2] += plain;
+      if (ONCE) sums[K - 1] += deviations;
     }
     row_sums<K>(sums, &partial[turn & 1]);
     turn++;
+    if constexpr (ONCE) {  // from the pivot to the mean
+      const float off = sums[K - 1] * inverse;
+      mean += off;
+      sums[0] -= sums[K - 1] * off;
+      sums[1] -= sums[2] * off;
+      if (sums[0] < 0.0f) sums[0] = 0.0f;  // by rounding only; NaN stays
+    }
     const float scale = rsqrtf(sums[0] * inverse + eps), second = sums[1] * scale * inverse;
-    const float mean_gradient = kLayer ? sums[K - 1] * inverse : 0.0f;
+    const float mean_gradient = kLayer ? sums[kLayer ? 2 : 0] * inverse : 0.0f;
     T *out = dx + row * N;
 #pragma unroll
     for (int h = 0; h < HELD; h++) {
@@ -468,7 +492,9 @@ Plan plan_of(const AkTensor *grad, const AkTensor *x, const AkTensor *weight, co
     plan.blocks = plan.M < kShares ? plan.M : kShares;
   } else {
     const int64_t wanted = (plan.M + plan.high - 1) / plan.high, small = kThreads / (plan.lanes * plan.high);
-    plan.blocks = kBlocks * (small > 1 ? small : 1);
+    // Threads of many registers are alone on a multiprocessor: more blocks would only make more shares.
+    const bool alone = plan.packs && (plan.lanes * plan.high > 256 || plan.held == kMost);
+    plan.blocks = alone ? (kBlocks + 1) / 2 : kBlocks * (small > 1 ? small : 1);
     if (wanted < plan.blocks) plan.blocks = wanted;
   }
   return plan;

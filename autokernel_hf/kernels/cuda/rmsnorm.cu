@@ -248,7 +248,7 @@ __device__ __forceinline__ float row_sum(float value, Partial &partial) {
   return over_row(value, partial, [](float a, float b) { return a + b; });
 }
 
-// A cluster of blocks, on devices that have them (from 9.0 on): its blocks read each other's shared memory.
+// Clusters of blocks, on devices that have them (from 9.0 on): they write to each other's shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
@@ -260,32 +260,67 @@ __device__ __forceinline__ int cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return (int)size;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ float in_block(const float *mine, int rank) {
-  uint32_t place = (uint32_t)__cvta_generic_to_shared(mine), there;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-  return value;
+// The cluster's barrier, for its start: what is told later needs no fence.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory"); }
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void make_barrier(uint64_t *barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
+__device__ __forceinline__ void expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool arrived(uint64_t *barrier, uint32_t parity) {
+  uint32_t yes;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(yes)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return yes != 0;
+}
+// To a block of the cluster: four numbers for `place`, where this thread's block has them too, told to its `barrier`.
+__device__ __forceinline__ void tell(float4 mine, float4 *place, uint64_t *barrier, int rank) {
+  uint32_t there, told;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" : : "r"(there),
+               "r"(told), "f"(mine.x), "f"(mine.y), "f"(mine.z), "f"(mine.w)
+               : "memory");
 }
 #else  // never launched there: see has_clusters
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void cluster_arrive() { __trap(); }
 __device__ __forceinline__ void cluster_wait() { __trap(); }
-__device__ __forceinline__ float in_block(const float *mine, int) { return *mine; }
+__device__ __forceinline__ void make_barrier(uint64_t *) {}
+__device__ __forceinline__ void barriers_are_made() {}
+__device__ __forceinline__ void expect(uint64_t *, uint32_t) {}
+__device__ __forceinline__ bool arrived(uint64_t *, uint32_t) { return true; }
+__device__ __forceinline__ void tell(float4, float4 *, uint64_t *, int) {}
 #endif
 
-// The sum over the blocks of a cluster, in every thread, in an order that never changes. `mine` is this block's, in all
-// of its threads; cluster_wait() must follow before the block ends.
-__device__ __forceinline__ float cluster_sum(float mine, float *slot) {
-  if (threadIdx.x == 0) *slot = mine;
-  cluster_arrive();
-  cluster_wait();
-  float sum = in_block(slot, 0);
-  for (int rank = 1; rank < cluster_size(); rank++) sum += in_block(slot, rank);
-  cluster_arrive();
+// What the blocks of a cluster tell each other of their row.
+struct Shares {
+  float4 of_block[kLargestCluster];
+  uint64_t told;
+};
+
+// The shares of all blocks, in every thread. Between cluster_arrive(), after the barrier was made, and this must lie
+// cluster_wait(). A block may end after it: nothing is told to it any more.
+__device__ __forceinline__ const float4 *exchange(float4 mine, Shares &shares) {
+  const int size = cluster_size();
+  if (threadIdx.x == 0) expect(&shares.told, 16 * size);
+  if ((int)threadIdx.x < size) tell(mine, &shares.of_block[cluster_rank()], &shares.told, threadIdx.x);
+  while (!arrived(&shares.told, 0)) continue;
+  return shares.of_block;
+}
+
+// The sum over the blocks of a cluster, in every thread, in an order that never changes. `mine` is this block's.
+__device__ __forceinline__ float cluster_sum(float mine, Shares &shares) {
+  const float4 *all = exchange({mine, 0.0f, 0.0f, 0.0f}, shares);
+  float sum = all[0].x;
+  for (int rank = 1; rank < cluster_size(); rank++) sum += all[rank].x;
   return sum;
 }
 
@@ -322,7 +357,14 @@ __global__ void __launch_bounds__(kMaxThreads, EARLY ? 1 : 0)
               int64_t M, int N, float inverse) {
   constexpr int V = kPack<T>;
   __shared__ Partial partial[2];
-  __shared__ float slot;
+  __shared__ Shares shares;
+  if constexpr (CLUSTER) {  // one row
+    if (threadIdx.x == 0) {
+      make_barrier(&shares.told);
+      barriers_are_made();
+    }
+    cluster_arrive();
+  }
   const int lanes = blockDim.x, begin = (CLUSTER ? cluster_rank() * lanes * HELD : 0) + threadIdx.x;
   const int64_t step = (int64_t)gridDim.x * blockDim.y;
   int64_t row = CLUSTER ? blockIdx.x / cluster_size() : (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
@@ -350,7 +392,8 @@ __global__ void __launch_bounds__(kMaxThreads, EARLY ? 1 : 0)
       for (int i = 0; i < V; i++) sum += v[i] * v[i];
     }
     sum = row_sum(sum, partial[half]);
-    if constexpr (CLUSTER) sum = cluster_sum(sum, &slot);
+    if constexpr (CLUSTER) cluster_wait();
+    if constexpr (CLUSTER) sum = cluster_sum(sum, shares);
     const float scale = rsqrtf(sum * inverse + eps);
     T *y = out + row * N - span.lead;
 #pragma unroll
@@ -365,7 +408,6 @@ __global__ void __launch_bounds__(kMaxThreads, EARLY ? 1 : 0)
       held[k].take(v);
       span.store(y, p, held[k], kColdStore);
     }
-    if constexpr (CLUSTER) cluster_wait();  // none may end while others read its part
   }
 }
 
@@ -535,7 +577,7 @@ int run(const AkTensor *x, const AkTensor *weight, float eps, float offset, cons
            : packs                    ? one(held_rows<T, kHeld, true, false>, kHeld)
                                       : one(held_rows<T, kHeld, false, false>, kHeld);
   if (packs && units <= (int64_t)kHeldLong * kMaxThreads) return one(held_rows<T, kHeldLong, true, false>, kHeldLong);
-  const auto in_clusters = held_rows<T, kHeldLong, false, true>;
+  const auto in_clusters = packs ? held_rows<T, kHeldLong, true, true> : held_rows<T, kHeldLong, false, true>;
   const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);
   if (same && size > 0 && M <= 0x7fffffff / size && has_clusters((const void *)in_clusters, ctx->device))
     return launch_clusters(in_clusters, M * size, kMaxThreads, size, stream, in, rows, w, eps, offset, y, M, n, inverse);

@@ -3,8 +3,10 @@
 // y = exp(x - max(x)) / sum(exp(x - max(x))) along one dimension, in fp32. A dense row is read once, in 16-byte packs that
 // its threads hold in registers: few lanes where it is short, a block where it is long; where it is longer, the block's
 // shared memory holds it, or the registers of a cluster of blocks. Rows may start anywhere, as long as x and y start at the
-// same distance from a 16-byte boundary. All else is read twice, with a running maximum and sum. Along any other dimension,
-// or across strides, each lane takes a line of its own, so that neighbours read neighbours.
+// same distance from a 16-byte boundary. Longer ones are read twice, with a running maximum and sum. Along any other dimension a
+// block takes a tile of columns that lie side by side, in packs where memory lets it, and holds it in registers, if need be
+// with the others of a cluster; a longer one is read twice. Where neither the dimension nor what is behind it lies densely,
+// each lane takes a line of its own.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline_primitives.h>
@@ -18,20 +20,24 @@ constexpr int kHeld = 2;        // tune(memory): 1, 2, 4, 8
 constexpr int kThreads = 128;   // tune(block): 64, 128, 256, 512
 constexpr int kColdLoad = 0;    // tune(memory): 0, 1
 constexpr int kColdStore = 0;   // tune(memory): 0, 1
-constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
+constexpr int kHeldLong = 8;    // tune(memory): 2, 4, 8
 constexpr int kRowThreads = 512;  // tune(block): 256, 512
-constexpr int kUnroll = 4;      // tune(memory): 1, 2, 4, 8
-constexpr int kSlices = 8;      // tune(block): 1, 2, 4, 8, 16, 32
+constexpr int kColumnHeld = 8;  // tune(memory): 2, 4, 8
+constexpr int kColumnPacks = 4;  // tune(block): 2, 4, 8
 
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
 constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
 constexpr int kLargestCluster = 8;
+constexpr int kColumnThreads = 256;  // of a tile of columns
+constexpr int kColumnBlocks = 3;     // of these a multiprocessor has, so that a thread may have 80 registers
+constexpr int kUnroll = 4;   // packs of a thread that are on their way where rows are read twice
+constexpr int kSlices = 8;   // parts of a line that is read across strides
 constexpr int kShared = 112 << 10;  // bytes of the longest row that is held in shared memory: two of them at a time
-static_assert(kUnroll >= 1 && kUnroll <= 8, "a thread holds its packs in registers");
 static_assert(kRowThreads % 32 == 0 && kRowThreads <= kMaxThreads, "a block is whole warps");
-static_assert(kSlices >= 1 && kSlices <= 32, "a block has at most 1024 threads");
+static_assert(kColumnHeld >= 1 && kColumnHeld <= 8, "a thread holds its packs in registers");
+static_assert(kColumnPacks <= 32 && (kColumnPacks & (kColumnPacks - 1)) == 0, "lanes of a warp have the same columns");
 static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
 
@@ -146,9 +152,20 @@ struct Span {
   }
 };
 
+// As __expf, but without its three instructions for results below 1.2e-38, which become 0 here.
+__device__ __forceinline__ float quick_exponential(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+#else
+  return __expf(x);
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
-  return sizeof(T) == 4 ? expf(x) : __expf(x);  // 16-bit results do not see the last bits
+  return sizeof(T) == 4 ? expf(x) : quick_exponential(x);  // 16-bit results do not see the last bits
 }
 
 // Dimensions as one: position r starts at r * stride, or with `inner` positions in a group, groups at `outer`.
@@ -240,7 +257,7 @@ __device__ __forceinline__ State row_state(State state, State *partial) {
   return state;
 }
 
-// A cluster of blocks, on devices that have them (from 9.0 on): its blocks read each other's shared memory.
+// Clusters of blocks, on devices that have them (from 9.0 on): they write to each other's shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
@@ -252,34 +269,68 @@ __device__ __forceinline__ int cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return (int)size;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ float in_block(const float *mine, int rank) {
-  uint32_t place = (uint32_t)__cvta_generic_to_shared(mine), there;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-  return value;
+// The cluster's barrier, for its start: what is told later needs no fence.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory"); }
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void make_barrier(uint64_t *barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" : : "r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
+__device__ __forceinline__ void expect(uint64_t *barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ bool arrived(uint64_t *barrier, uint32_t parity) {
+  uint32_t yes;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(yes)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return yes != 0;
+}
+// To a block of the cluster: four numbers for `place`, where this thread's block has them too, told to its `barrier`.
+__device__ __forceinline__ void tell(float4 mine, float4 *place, uint64_t *barrier, int rank) {
+  uint32_t there, told;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" : : "r"(there),
+               "r"(told), "f"(mine.x), "f"(mine.y), "f"(mine.z), "f"(mine.w)
+               : "memory");
 }
 #else  // never launched there: see has_clusters
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void cluster_arrive() { __trap(); }
 __device__ __forceinline__ void cluster_wait() { __trap(); }
-__device__ __forceinline__ float in_block(const float *mine, int) { return *mine; }
+__device__ __forceinline__ void make_barrier(uint64_t *) {}
+__device__ __forceinline__ void barriers_are_made() {}
+__device__ __forceinline__ void expect(uint64_t *, uint32_t) {}
+__device__ __forceinline__ bool arrived(uint64_t *, uint32_t) { return true; }
+__device__ __forceinline__ void tell(float4, float4 *, uint64_t *, int) {}
 #endif
 
+// What the blocks of a cluster tell each other of their row.
+struct Shares {
+  float4 of_block[kLargestCluster];
+  uint64_t told;
+};
+
+// The shares of all blocks, in every thread. Between cluster_arrive(), after the barrier was made, and this must lie
+// cluster_wait(). A block may end after it: nothing is told to it any more.
+__device__ __forceinline__ const float4 *exchange(float4 mine, Shares &shares) {
+  const int size = cluster_size();
+  if (threadIdx.x == 0) expect(&shares.told, 16 * size);
+  if ((int)threadIdx.x < size) tell(mine, &shares.of_block[cluster_rank()], &shares.told, threadIdx.x);
+  while (!arrived(&shares.told, 0)) continue;
+  return shares.of_block;
+}
+
 // The state of a row from those of all blocks of a cluster, in every thread, in an order that never changes.
-// cluster_wait() must follow before the block ends.
 template <typename T>
-__device__ __forceinline__ State cluster_state(State mine, State *slot) {
-  if (threadIdx.x == 0) *slot = mine;
-  cluster_arrive();
-  cluster_wait();
-  State state = {in_block(&slot->max, 0), in_block(&slot->sum, 0)};
-  for (int rank = 1; rank < cluster_size(); rank++)
-    state = merge<T>(state, {in_block(&slot->max, rank), in_block(&slot->sum, rank)});
-  cluster_arrive();
+__device__ __forceinline__ State cluster_state(State mine, Shares &shares) {
+  const float4 *all = exchange({mine.max, mine.sum, 0.0f, 0.0f}, shares);
+  State state = {all[0].x, all[0].y};
+  for (int rank = 1; rank < cluster_size(); rank++) state = merge<T>(state, {all[rank].x, all[rank].y});
   return state;
 }
 
@@ -291,7 +342,14 @@ __global__ void __launch_bounds__(kMaxThreads)
   constexpr bool KEEP = HELD * V <= 16;  // whether the exponentials are held too, or computed twice
   __shared__ Partial maxima;
   __shared__ Partial sums;
-  __shared__ State slot;
+  __shared__ Shares shares;
+  if constexpr (CLUSTER) {  // one row
+    if (threadIdx.x == 0) {
+      make_barrier(&shares.told);
+      barriers_are_made();
+    }
+    cluster_arrive();
+  }
   const int lanes = blockDim.x, begin = (CLUSTER ? cluster_rank() * lanes * HELD : 0) + threadIdx.x;
   const int64_t step = (int64_t)gridDim.x * blockDim.y;
   int64_t row = CLUSTER ? blockIdx.x / cluster_size() : (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
@@ -334,7 +392,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     sum = row_sum(sum, sums);
     float scale = 1.0f / sum;
     if constexpr (CLUSTER) {
-      const State state = cluster_state<T>({max, sum}, &slot);
+      cluster_wait();
+      const State state = cluster_state<T>({max, sum}, shares);
       scale = (max == -INFINITY ? 0.0f : exponential<T>(max - state.max)) / state.sum;
     }
     T *y = out + row * N - span.lead;
@@ -349,7 +408,6 @@ __global__ void __launch_bounds__(kMaxThreads)
       held[k].take(v);
       span.store(y, p, held[k], kColdStore);
     }
-    if constexpr (CLUSTER) cluster_wait();  // none may end while others read its state
   }
 }
 
@@ -525,6 +583,319 @@ __global__ void __launch_bounds__(32 * kSlices, 1)
   }
 }
 
+// The larger of two packs' elements, one by one, as they lie. A NaN is passed over; it is felt in the sums.
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b, float) {
+  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __hmax2(*reinterpret_cast<const __nv_bfloat162 *>(&a), *reinterpret_cast<const __nv_bfloat162 *>(&b));
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b, __half) {
+  const __half2 pair = __hmax2(*reinterpret_cast<const __half2 *>(&a), *reinterpret_cast<const __half2 *>(&b));
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+// V elements side by side as they lie in memory, a 16-byte pack or a single one, to be worked on a word at a time.
+template <typename T, int V>
+struct Cells {
+  static constexpr int kWords = V == 1 ? 1 : 4, kIn = V == 1 ? 1 : kInWord<T>;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  uint32_t word[kWords];
+  __device__ __forceinline__ void load(const T *p, bool cold) {
+    if constexpr (V == 1) {
+      word[0] = *reinterpret_cast<const Bits *>(p);
+    } else {
+      const uint4 *pack = reinterpret_cast<const uint4 *>(p), bits = cold ? __ldcs(pack) : *pack;
+      word[0] = bits.x, word[1] = bits.y, word[2] = bits.z, word[3] = bits.w;
+    }
+  }
+  __device__ __forceinline__ void fill(float value) {
+    const float v[2] = {value, value};
+#pragma unroll
+    for (int w = 0; w < kWords; w++) word[w] = narrow(v, T());
+  }
+  __device__ __forceinline__ void floats(int w, float (&v)[kIn]) const {
+    float all[2];
+    widen(word[w], all, T());
+#pragma unroll
+    for (int i = 0; i < kIn; i++) v[i] = all[i];
+  }
+  __device__ __forceinline__ void take(int w, const float (&v)[kIn]) {
+    const float all[2] = {v[0], v[kIn - 1]};
+    word[w] = narrow(all, T());
+  }
+  __device__ __forceinline__ void store(T *p, bool cold) const {
+    if constexpr (V == 1) {
+      *reinterpret_cast<Bits *>(p) = (Bits)word[0];
+    } else {
+      const uint4 bits = {word[0], word[1], word[2], word[3]};
+      if (cold)
+        __stcs(reinterpret_cast<uint4 *>(p), bits);
+      else
+        *reinterpret_cast<uint4 *>(p) = bits;
+    }
+  }
+};
+
+// Shared memory of a block for a tile of `columns`: maxima and sums of `groups` of threads, what the columns have in the
+// end, and, in a cluster, what its blocks tell each other.
+struct Tile {
+  float *max, *sum, *final_max, *final_scale;
+  float4 *of_block;
+  static int64_t bytes(int groups, int columns, int blocks) {
+    return (2 * (int64_t)groups + 2 + (blocks > 1 ? 4 * blocks : 0)) * columns * 4;
+  }
+  __device__ __forceinline__ Tile(float4 *memory, int groups, int columns, int blocks) {
+    of_block = memory;
+    max = reinterpret_cast<float *>(memory + (blocks > 1 ? blocks * columns : 0));
+    sum = max + groups * columns;
+    final_max = sum + groups * columns;
+    final_scale = final_max + columns;
+  }
+};
+
+// Where a thread stands in a tile: a pack of `lanes`, and a row of `slices`. A group is a warp, or as many as lanes are.
+struct Place {
+  int lane, slice, slices, group, groups, columns, mine;
+  bool speaks;  // for its group: tells of its columns from `mine` on
+  __device__ __forceinline__ Place(int lanes, int V) {
+    const int t = threadIdx.x, wide = lanes < 32 ? 32 : lanes;
+    lane = t % lanes;
+    slice = t / lanes;
+    slices = blockDim.x / lanes;
+    group = t / wide;
+    groups = blockDim.x / wide;
+    columns = lanes * V;
+    speaks = t % wide < lanes;
+    mine = lane * V;
+  }
+};
+
+// From the maxima and sums of all groups to final_max and final_scale (one over the sum), in an order that never changes.
+template <typename T, bool CLUSTER>
+__device__ __forceinline__ void settle(const Place &at, const Tile &tile, uint64_t *told) {
+  const int size = CLUSTER ? cluster_size() : 1;
+  if constexpr (CLUSTER) {
+    if (threadIdx.x == 0) expect(told, 16 * size * at.columns);
+    cluster_wait();  // all blocks have made their barriers
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < at.columns; c += blockDim.x) {
+    float top = tile.max[c], all = 0.0f;
+#pragma unroll 4
+    for (int g = 1; g < at.groups; g++) top = fmaxf(top, tile.max[g * at.columns + c]);
+    const float zero = reference(top);
+#pragma unroll 4
+    for (int g = 0; g < at.groups; g++)
+      all += tile.sum[g * at.columns + c] * exponential<T>(tile.max[g * at.columns + c] - zero);
+    if constexpr (CLUSTER) {
+      for (int rank = 0; rank < size; rank++)
+        tell({top, all, 0.0f, 0.0f}, tile.of_block + cluster_rank() * at.columns + c, told, rank);
+    } else {
+      tile.final_max[c] = top;
+      tile.final_scale[c] = 1.0f / all;
+    }
+  }
+  if constexpr (CLUSTER) {
+    for (int c = threadIdx.x; c < at.columns; c += blockDim.x) {
+      while (!arrived(told, 0)) continue;
+      State state = {tile.of_block[c].x, tile.of_block[c].y};
+      for (int rank = 1; rank < size; rank++) {
+        const float4 other = tile.of_block[rank * at.columns + c];
+        state = merge<T>(state, {other.x, other.y});
+      }
+      tile.final_max[c] = state.max;
+      tile.final_scale[c] = 1.0f / state.sum;
+    }
+  }
+  __syncthreads();
+}
+
+// What cells become in the end, their words one after the other, so that few numbers are in registers at a time.
+template <typename T, int V, int HELD>
+__device__ __forceinline__ void finish(Cells<T, V> (&held)[HELD], const Place &at, const Tile &tile) {
+  constexpr int IN = Cells<T, V>::kIn;
+#pragma unroll
+  for (int w = 0; w < Cells<T, V>::kWords; w++) {
+    float top[IN], scale[IN];
+#pragma unroll
+    for (int i = 0; i < IN; i++) {
+      top[i] = tile.final_max[at.mine + w * IN + i];
+      scale[i] = tile.final_scale[at.mine + w * IN + i];
+    }
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      float v[IN];
+      held[k].floats(w, v);
+#pragma unroll
+      for (int i = 0; i < IN; i++) v[i] = exponential<T>(v[i] - top[i]) * scale[i];  // NaN where all is -inf, as it must
+      held[k].take(w, v);
+    }
+  }
+}
+
+// Tiles of columns: `lanes` packs of V side by side (a power of two), and all N rows, of which a thread has HELD; CLUSTER:
+// as many for each block of a cluster, which takes one tile. `tiles` are in a position of the dimensions before.
+template <typename T, int V, int HELD, bool CLUSTER>
+__global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 4 ? 1 : kColumnBlocks)  // of fp32 some would spill
+    held_columns(const T *__restrict__ x, Walk before, int64_t stride, T *__restrict__ out, int64_t count, int64_t tiles,
+                 int64_t inner, int N, int lanes) {
+  constexpr int IN = Cells<T, V>::kIn, WORDS = Cells<T, V>::kWords;
+  extern __shared__ float4 memory[];
+  __shared__ uint64_t told;
+  if constexpr (CLUSTER) {  // one tile
+    if (threadIdx.x == 0) {
+      make_barrier(&told);
+      barriers_are_made();
+    }
+    cluster_arrive();
+  }
+  const Place at(lanes, V);
+  const int size = CLUSTER ? cluster_size() : 1;
+  const Tile tile(memory, at.groups, at.columns, size);
+  const int first = (CLUSTER ? cluster_rank() * at.slices * HELD : 0) + at.slice;
+  for (int64_t t = blockIdx.x / size; t < count; t += gridDim.x / size) {
+    const int64_t o = t / tiles, column = (t - o * tiles) * at.columns + at.mine;
+    const bool live = column < inner;
+    const int mine = live && first < N ? (N - first + at.slices - 1) / at.slices : 0;  // rows, of which HELD count
+    const T *in = x + before.start(o) + first * stride + column;
+    Cells<T, V> held[HELD];
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      if (k < mine)
+        held[k].load(in, kColdLoad);
+      else
+        held[k].fill(-INFINITY);  // adds nothing
+      in += at.slices * stride;
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      Cells<T, V> tops;
+      tops.word[w] = held[0].word[w];
+#pragma unroll
+      for (int k = 1; k < HELD; k++) tops.word[w] = larger(tops.word[w], held[k].word[w], T());
+      for (int far = lanes; far < 32; far *= 2)
+        tops.word[w] = larger(tops.word[w], __shfl_xor_sync(0xffffffffu, tops.word[w], far), T());
+      float max[IN], sum[IN] = {};
+      tops.floats(w, max);
+#pragma unroll
+      for (int k = 0; k < HELD; k++) {
+        float v[IN];
+        held[k].floats(w, v);
+#pragma unroll
+        for (int i = 0; i < IN; i++) sum[i] += exponential<T>(v[i] - reference(max[i]));
+      }
+      for (int far = lanes; far < 32; far *= 2) {
+#pragma unroll
+        for (int i = 0; i < IN; i++) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], far);
+      }
+      if (at.speaks) {
+#pragma unroll
+        for (int i = 0; i < IN; i++) {
+          tile.max[at.group * at.columns + at.mine + w * IN + i] = max[i];
+          tile.sum[at.group * at.columns + at.mine + w * IN + i] = sum[i];
+        }
+      }
+    }
+    settle<T, CLUSTER>(at, tile, &told);
+    finish(held, at, tile);
+    T *y = out + (o * N + first) * inner + column;
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      if (k < mine) held[k].store(y, kColdStore);
+      y += at.slices * inner;
+    }
+    if constexpr (CLUSTER) break;
+  }
+}
+
+// The same for any number of rows, which are read twice, HELD of a thread at a time. CLUSTER: a block has N / size of them.
+template <typename T, int V, int HELD, bool CLUSTER>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks)
+    streamed_columns(const T *__restrict__ x, Walk before, int64_t stride, T *__restrict__ out, int64_t count,
+                     int64_t tiles, int64_t inner, int64_t N, int lanes) {
+  constexpr int IN = Cells<T, V>::kIn, WORDS = Cells<T, V>::kWords;
+  extern __shared__ float4 memory[];
+  __shared__ uint64_t told;
+  if constexpr (CLUSTER) {
+    if (threadIdx.x == 0) {
+      make_barrier(&told);
+      barriers_are_made();
+    }
+    cluster_arrive();
+  }
+  const Place at(lanes, V);
+  const int size = CLUSTER ? cluster_size() : 1;
+  const Tile tile(memory, at.groups, at.columns, size);
+  const int64_t share = (N + size - 1) / size, begin = CLUSTER ? cluster_rank() * share : 0;
+  const int64_t end = begin + share < N ? begin + share : N, step = at.slices;
+  const int64_t turns = (share + HELD * step - 1) / (HELD * step);
+  for (int64_t t = blockIdx.x / size; t < count; t += gridDim.x / size) {
+    const int64_t o = t / tiles, column = (t - o * tiles) * at.columns + at.mine;
+    const bool live = column < inner;
+    const T *in = x + before.start(o) + column;
+    T *y = out + o * N * inner + column;
+    Cells<T, V> tops, held[HELD];
+    tops.fill(-INFINITY);
+    float sum[WORDS][IN] = {};
+    const auto load = [&](int64_t r, bool last) {
+#pragma unroll
+      for (int k = 0; k < HELD; k++) {
+        if (live && r + k * step < end)
+          held[k].load(in + (r + k * step) * stride, last);
+        else
+          held[k].fill(-INFINITY);  // adds nothing
+      }
+    };
+    for (int64_t turn = 0; turn < turns; turn++) {
+      load(begin + at.slice + turn * HELD * step, false);
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) {
+        float old[IN], max[IN];
+        tops.floats(w, old);
+#pragma unroll
+        for (int k = 0; k < HELD; k++) tops.word[w] = larger(tops.word[w], held[k].word[w], T());
+        tops.floats(w, max);
+#pragma unroll
+        for (int i = 0; i < IN; i++) sum[w][i] *= exponential<T>(old[i] - reference(max[i]));
+#pragma unroll
+        for (int k = 0; k < HELD; k++) {
+          float v[IN];
+          held[k].floats(w, v);
+#pragma unroll
+          for (int i = 0; i < IN; i++) sum[w][i] += exponential<T>(v[i] - reference(max[i]));
+        }
+      }
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      float max[IN];
+      tops.floats(w, max);
+#pragma unroll
+      for (int i = 0; i < IN; i++) {
+        State state = {max[i], sum[w][i]};
+        for (int far = lanes; far < 32; far *= 2)
+          state = merge<T>(state, {__shfl_xor_sync(0xffffffffu, state.max, far), __shfl_xor_sync(0xffffffffu, state.sum, far)});
+        if (at.speaks) {
+          tile.max[at.group * at.columns + at.mine + w * IN + i] = state.max;
+          tile.sum[at.group * at.columns + at.mine + w * IN + i] = state.sum;
+        }
+      }
+    }
+    settle<T, CLUSTER>(at, tile, &told);
+    for (int64_t turn = turns - 1; turn >= 0; turn--) {  // what was read last is most likely still in the cache
+      const int64_t r = begin + at.slice + turn * HELD * step;
+      load(r, true);
+      finish(held, at, tile);
+#pragma unroll
+      for (int k = 0; k < HELD; k++)
+        if (live && r + k * step < end) held[k].store(y + (r + k * step) * inner, true);
+    }
+    if constexpr (CLUSTER) break;
+  }
+}
+
 // Dimensions [begin, end) as one walk of `count` positions; false where two strides do not do.
 bool walk_of(const AkTensor *t, int begin, int end, Walk *walk, int64_t *count) {
   int64_t sizes[2], strides[2];
@@ -621,6 +992,71 @@ int rows_in_shared(const T *in, Walk rows, T *y, int64_t M, int64_t N, const AkC
   return (int)cudaGetLastError();
 }
 
+// A launch with `shared` bytes for each block, in clusters of `size` blocks where that is more than one.
+template <typename... Parameters, typename... Values>
+int launch_tiles(void (*kernel)(Parameters...), int64_t tiles, int threads, int size, size_t shared, cudaStream_t stream,
+                 Values... values) {
+  if (size == 1) {
+    kernel<<<grid_of(tiles), (unsigned)threads, shared, stream>>>(values...);
+    return (int)cudaGetLastError();
+  }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {(unsigned)size, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)(tiles * size));
+  config.blockDim = dim3((unsigned)threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return (int)cudaLaunchKernelEx(&config, kernel, values...);
+}
+
+// Columns that lie side by side in x as they do in y, V elements a pack.
+template <typename T, int V>
+int run_columns(const T *in, Walk before, int64_t stride, T *y, int64_t outer, int64_t inner, int64_t N, const AkContext *ctx) {
+  constexpr int HELD = V == 1 ? 16 : kColumnHeld, AGAIN = V == 1 ? 8 : 4, NARROW = V == 1 ? 32 : kColumnPacks;
+  const cudaStream_t stream = (cudaStream_t)ctx->stream;
+  const int64_t across = (inner + V - 1) / V;
+  int lanes = 1;
+  while (lanes < NARROW && lanes < across) lanes *= 2;
+  // The threads of a block where each of so many blocks has `rows`: the last warp is whole.
+  const auto threads_for = [&](int64_t rows) {
+    const int64_t slices = (rows + HELD - 1) / HELD, least = lanes < 32 ? 32 / lanes : 1;
+    return (slices + least - 1) / least * least * lanes;
+  };
+  const auto clustered = held_columns<T, V, HELD, true>;
+  const bool clusters = has_clusters((const void *)clustered, ctx->device);
+  int64_t size = (threads_for(N) + kColumnThreads - 1) / kColumnThreads;
+  while (clusters && V > 1 && size > kLargestCluster && lanes > 2) {
+    lanes /= 2;
+    size = (threads_for(N) + kColumnThreads - 1) / kColumnThreads;
+  }
+  if (size == 1) {  // short columns: more of them
+    while (2 * threads_for(N) <= kColumnThreads && lanes < across && lanes < 128) lanes *= 2;
+  }
+  const bool held = size == 1 || (clusters && size <= kLargestCluster);
+  if (!held) {
+    lanes = 1;
+    while (lanes < NARROW && lanes < across) lanes *= 2;
+    size = clusters ? kLargestCluster : 1;
+  }
+  // Too few for a warp: the kernel that takes a line a lane has more of them side by side.
+  if (held && (N + HELD - 1) / HELD * lanes < 32) return AK_UNSUPPORTED;
+  const int64_t threads = held ? threads_for((N + size - 1) / size) : kColumnThreads;
+  const int columns = lanes * V, groups = (int)threads / (lanes < 32 ? 32 : lanes);
+  const int64_t tiles = (inner + columns - 1) / columns, count = outer * tiles;
+  if (size > 1 && count > 0x7fffffff / size) return AK_UNSUPPORTED;
+  const size_t shared = (size_t)Tile::bytes(groups, columns, (int)size);
+  const auto launch = [&](auto kernel, auto rows) {
+    return launch_tiles(kernel, count, (int)threads, (int)size, shared, stream, in, before, stride, y, count, tiles, inner,
+                        rows, lanes);
+  };
+  if (held) return launch(size > 1 ? clustered : held_columns<T, V, HELD, false>, (int)N);
+  return launch(size > 1 ? streamed_columns<T, V, AGAIN, true> : streamed_columns<T, V, AGAIN, false>, N);
+}
+
 template <typename T>
 int run(const AkTensor *x, int dim, const AkTensor *out, const AkContext *ctx) {
   constexpr int V = kPack<T>;
@@ -631,6 +1067,12 @@ int run(const AkTensor *x, int dim, const AkTensor *out, const AkContext *ctx) {
   const int64_t N = x->ndim == 0 ? 1 : x->sizes[dim], stride = N == 1 ? 1 : x->strides[dim];
   const T *in = static_cast<const T *>(x->data);
   T *y = static_cast<T *>(out->data);
+  if (inner > 1 && behind.inner == 0 && behind.stride == 1) {
+    const bool whole = inner % V == 0 && (N == 1 || stride % V == 0) && rows.outer % V == 0 && rows.stride % V == 0;
+    const int result = whole && aligned(in) && aligned(y) ? run_columns<T, V>(in, rows, stride, y, M, inner, N, ctx)
+                                                          : run_columns<T, 1>(in, rows, stride, y, M, inner, N, ctx);
+    if (result != AK_UNSUPPORTED) return result;
+  }
   if (inner > 1 || stride != 1) {
     const dim3 grid(grid_of((M * inner + 31) / 32)), block(32, kSlices);
     lines<T><<<grid, block, 0, stream>>>(in, rows, behind, stride, y, M, inner, N);
@@ -654,7 +1096,7 @@ int run(const AkTensor *x, int dim, const AkTensor *out, const AkContext *ctx) {
     const int result = rows_in_shared<T>(in, rows, y, M, N, ctx);
     if (result != AK_UNSUPPORTED) return result;
   }
-  const auto in_clusters = held_rows<T, kHeldLong, false, true>;
+  const auto in_clusters = packs ? held_rows<T, kHeldLong, true, true> : held_rows<T, kHeldLong, false, true>;
   const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);
   if (same && size > 0 && M <= 0x7fffffff / size && has_clusters((const void *)in_clusters, ctx->device))
     return launch_clusters(in_clusters, M * size, kMaxThreads, size, stream, in, rows, y, M, n);

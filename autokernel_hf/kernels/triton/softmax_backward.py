@@ -1,6 +1,6 @@
 """Gradient of softmax over any dimension, from its input: the softmax is made again.
 
-Rows that fit are read once and kept in registers; longer ones are read three times. Where the dimension's elements lie apart
+Rows that fit are read once and kept in registers; longer ones are read twice. Where the dimension's elements lie apart
 in memory, a program takes a tile of neighbouring rows, so that what it reads lies together.
 """
 
@@ -89,6 +89,63 @@ def long_kernel(
         grad = tl.load(grad_ptr + row * grad_row + column * grad_column, mask=mask, other=0.0).to(tl.float32)
         dx = tl.exp(x - base) / total * (grad - mean)
         tl.store(out_ptr + row * N + column, dx.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def include(maximum, sums, products, x, grad):
+    """A running maximum and, relative to it, sums of exponentials and of their products with grad, with a chunk more."""
+    x = x.to(tl.float32)
+    grown = tl.maximum(maximum, tl.max(x, axis=0))
+    base = finite_maximum(grown)
+    shrink = tl.exp(maximum - base)
+    e = tl.exp(x - base)
+    return grown, sums * shrink + e, products * shrink + e * grad.to(tl.float32)
+
+
+@triton.jit
+def dense_kernel(grad_ptr, x_ptr, out_ptr, N, BLOCK: tl.constexpr, PACK: tl.constexpr):
+    """One row of any length of contiguous tensors, in chunks of BLOCK columns that start where memory has its 16-byte
+    boundaries (every PACK elements), wherever the row does: all but the first and the last are read in packs.
+    """
+    first = tl.program_id(0).to(tl.int64) * N
+    lead = (first % PACK).to(tl.int32)
+    first = tl.multiple_of(first - lead, PACK)
+    lane = tl.arange(0, BLOCK)
+    head = (lane >= lead) & (lane < lead + N)
+    whole = (lead + N) // BLOCK  # chunks, the first one included
+    last = tl.maximum(whole, 1)
+    tail = lane < lead + N - last * BLOCK
+    maximum = float("-inf")
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    products = tl.zeros([BLOCK], dtype=tl.float32)
+    x = tl.load(x_ptr + first + lane, mask=head, other=float("-inf"))
+    grad = tl.load(grad_ptr + first + lane, mask=head, other=0.0)
+    maximum, sums, products = include(maximum, sums, products, x, grad)
+    for chunk in range(1, whole):
+        at = first + tl.cast(chunk, tl.int64) * BLOCK
+        x = tl.load(x_ptr + at + lane)
+        grad = tl.load(grad_ptr + at + lane)
+        maximum, sums, products = include(maximum, sums, products, x, grad)
+    at_tail = first + tl.cast(last, tl.int64) * BLOCK
+    x = tl.load(x_ptr + at_tail + lane, mask=tail, other=float("-inf"))
+    grad = tl.load(grad_ptr + at_tail + lane, mask=tail, other=0.0)
+    maximum, sums, products = include(maximum, sums, products, x, grad)
+    base = finite_maximum(maximum)
+    total = tl.sum(sums, axis=0)
+    mean = tl.sum(products, axis=0) / total
+    scale = 1.0 / total
+    dx = tl.exp(x.to(tl.float32) - base) * scale * (grad.to(tl.float32) - mean)
+    tl.store(out_ptr + at_tail + lane, dx.to(out_ptr.dtype.element_ty), mask=tail)
+    for back in range(1, whole):
+        at = first + tl.cast(whole - back, tl.int64) * BLOCK
+        x = tl.load(x_ptr + at + lane)
+        grad = tl.load(grad_ptr + at + lane)
+        dx = tl.exp(x.to(tl.float32) - base) * scale * (grad.to(tl.float32) - mean)
+        tl.store(out_ptr + at + lane, dx.to(out_ptr.dtype.element_ty))
+    x = tl.load(x_ptr + first + lane, mask=head, other=float("-inf"))
+    grad = tl.load(grad_ptr + first + lane, mask=head, other=0.0)
+    dx = tl.exp(x.to(tl.float32) - base) * scale * (grad.to(tl.float32) - mean)
+    tl.store(out_ptr + first + lane, dx.to(out_ptr.dtype.element_ty), mask=head)
 
 
 @triton.jit
@@ -184,6 +241,12 @@ def kernel_fn(grad, x, dim=-1):
     M = out.numel() // N
     if N > LONGEST:
         warps = min(16, max(1, CHUNK // (32 * PER_THREAD)))
+        dense = M == 1 or (grad_row == N and x_row == N)
+        # Rows that all start at 16-byte boundaries are read in packs as it is.
+        if N % 16 and dense and grad.stride(-1) == 1 and x.stride(-1) == 1 and N < 2**31 - CHUNK:
+            pack = 16 // x.element_size()
+            dense_kernel[(M,)](grad, x, out, N, BLOCK=CHUNK, PACK=pack, num_warps=warps)
+            return out
         long_kernel[(M,)](grad, x, out, N, triton.cdiv(N, CHUNK), *strides, BLOCK=CHUNK, num_warps=warps)
         return out
     block = triton.next_power_of_2(N)
