@@ -1068,13 +1068,11 @@ __device__ __forceinline__ void words_of(uint32_t (&word)[4], const Granules &g,
   }
 }
 
-// The highest bit of each byte that is not 0.
-__device__ __forceinline__ uint32_t ones_of(uint32_t bytes) {
-  return (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
-}
-
 // Four bits, one for each byte that is not 0.
-__device__ __forceinline__ uint32_t bits_of(uint32_t bytes) { return (ones_of(bytes) >> 7) * 0x01020408u >> 24; }
+__device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
+  const uint32_t ones = ((((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u) >> 7;
+  return ones * 0x01020408u >> 24;
+}
 
 __device__ __forceinline__ uint32_t bits_of(const uint32_t (&word)[4]) {
   return bits_of(word[0]) | bits_of(word[1]) << 4 | bits_of(word[2]) << 8 | bits_of(word[3]) << 12;
@@ -1095,45 +1093,38 @@ __device__ __forceinline__ MaskTile mask_tile_of(const Attention &a, const Probl
           rows < ROWS ? (int)rows : ROWS, (keys < 64 ? (int)keys : 64) * size};
 }
 
-// The bytes [begin, end) of a word, as far as it has them.
-__device__ __forceinline__ uint32_t bytes_between(int begin, int end) {
-  const uint32_t before = end >= 4 ? 0xffffffffu : end > 0 ? (1u << 8 * end) - 1 : 0;
-  return begin <= 0 ? before : begin >= 4 ? 0 : before & 0xffffffffu << 8 * begin;
-}
-
 // What a mask does to a tile, as a warp sees it. HIDDEN: two of the numbers -inf, or 0 of a bool mask.
 template <int AT_ONCE>
 __device__ __forceinline__ int look_at(const MaskTile &m, uint32_t hidden, int lane) {
-  const bool numbers = hidden != 0, aligned = ((uintptr_t)m.data | (uintptr_t)m.row_bytes) % 16 == 0;
-  const int granules = (numbers ? 8 : 4) + (aligned ? 0 : 1);  // that a row touches
-  const int rows = m.row_bytes == 0 ? 1 : m.rows, inverse = 65536 / granules + 1;
+  const bool numbers = hidden != 0;
+  const int packs = numbers ? 8 : 4;  // of 16 bytes, in a row
+  const int rows = m.row_bytes == 0 ? 1 : m.rows;
   uint32_t shows = 0, changes = 0;
 #pragma unroll 1
-  for (int from = lane; from < rows * granules + lane; from += 32 * AT_ONCE) {
-    uint4 g[AT_ONCE];
-    int begin[AT_ONCE];  // of the row, counted from a granule
+  for (int from = lane; from < rows * packs + lane; from += 32 * AT_ONCE) {
+    Granules g[AT_ONCE];
 #pragma unroll
     for (int u = 0; u < AT_ONCE; u++) {
-      const int at = from + 32 * u, row = at * inverse >> 16, granule = at - row * granules;
-      const unsigned char *p = m.data + row * m.row_bytes;
-      begin[u] = row < rows ? (int)((uintptr_t)p % 16) - granule * 16 : -1024;
-      g[u] = make_uint4(0, 0, 0, 0);
-      if (begin[u] + m.bytes > 0) g[u] = *reinterpret_cast<const uint4 *>(p - begin[u]);
+      const int at = from + 32 * u, row = at / packs, byte = at % packs * 16;
+      g[u] = load_granules(m.data + row * m.row_bytes + byte, row < rows ? m.bytes - byte : 0);
     }
 #pragma unroll
     for (int u = 0; u < AT_ONCE; u++) {
-      const uint32_t word[4] = {g[u].x, g[u].y, g[u].z, g[u].w};
+      const int at = from + 32 * u, row = at / packs, byte = at % packs * 16;
+      const int left = row < rows ? m.bytes - byte : 0, bytes = left < 0 ? 0 : left < 16 ? left : 16;
+      uint32_t word[4];
+      words_of(word, g[u], m.data + row * m.row_bytes + byte, bytes);
+      if (numbers) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const uint32_t here = bytes_between(begin[u] - 4 * i, begin[u] + m.bytes - 4 * i);
-        if (numbers) {
-          shows |= (word[i] ^ hidden) & here;
-          changes |= word[i] & 0x7fff7fffu & here;
-        } else {
-          const uint32_t ones = ones_of(word[i]);
-          shows |= ones & here;
-          changes |= ~ones & 0x80808080u & here;
+        for (int i = 0; i < 4; i++) {
+          const int rest = bytes - 4 * i;
+          shows |= (word[i] ^ hidden) & (rest >= 4 ? 0xffffffffu : rest > 0 ? 0xffffu : 0);
+          changes |= word[i] & 0x7fff7fffu;
         }
+      } else {
+        const uint32_t bits = bits_of(word);
+        shows |= bits;
+        changes |= bits ^ ((1u << bytes) - 1);
       }
     }
     if (__any_sync(0xffffffffu, shows != 0) && __any_sync(0xffffffffu, changes != 0)) return kMixes;
@@ -1256,7 +1247,7 @@ __global__ void __launch_bounds__(Wide<WIDTH, GROUPS, MASKED>::threads, Wide<WID
         if (i % 4 == 0) {
           const int64_t first = last - (int64_t)(i + warp) * S::keys;
           if (i + warp < count) {
-            const int state = look_at<GROUPS == 1 ? 8 : 4>(mask_tile_of<S::rows>(a, p, top, first), hidden, lane);
+            const int state = look_at<GROUPS == 1 ? 4 : 2>(mask_tile_of<S::rows>(a, p, top, first), hidden, lane);
             if (lane == 0) states[warp] = state;
           }
           named_sync<128>(5);
