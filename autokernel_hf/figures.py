@@ -55,18 +55,26 @@ def scores_of(experiments: Sequence[Experiment]) -> dict[int, float | None]:
     """Time of the model's own code over each experiment's, by number, for the experiments of one target in order.
 
     One that was timed against an incumbent gets that incumbent's score times its own ratio, since the two were timed in
-    turn: scores can then be compared though the machine was busier in one hour than in another. One with the machine code of
-    another gets that one's. Where the judge gave up after some of the calls, since it could not be kept any more, those
+    turn: scores can then be compared though the machine was busier in one hour than in another. But a product of many such
+    ratios grows by their errors, of which a search keeps those upwards: no score is above what any experiment so far may have
+    been against the model's own code, measured at once (the upper end of its interval). One with the machine code of another
+    gets that one's. Where the judge gave up after some of the calls, since it could not be kept any more, those
     count. None: not right, or not timed.
     """
     scores: dict[int, float | None] = {}
     best: float | None = None
+    ceiling: float | None = None
     for experiment in experiments:
         score = weighted(experiment.evaluation, "speedup_vs_eager", partly=True)
         ratio = weighted(experiment.evaluation, "speedup_vs_incumbent", partly=True)
+        direct = gain_over(experiment.evaluation, "eager")
+        if direct is not None and experiment.evaluation.status == "passed":
+            ceiling = max(ceiling or 0.0, direct[1][1])
         opponent = scores.get(experiment.against) if experiment.against is not None else best
         if opponent is not None and ratio is not None:
             score = opponent * ratio
+            if direct is not None and ceiling is not None:
+                score = min(score, ceiling)
         if experiment.duplicate_of is not None:
             score = scores.get(experiment.duplicate_of)
         scores[experiment.experiment] = score if experiment.evaluation.status == "passed" else None

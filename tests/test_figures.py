@@ -17,12 +17,22 @@ def experiment(
     against: int | None = None,
     status: str = "passed",
     duplicate_of: int | None = None,
+    spread: float | None = None,
 ) -> Experiment:
-    """One whose two calls, of which the first has three quarters of the time, have these speed-ups."""
+    """One whose two calls, of which the first has three quarters of the time, have these speed-ups.
+
+    `spread` is how far the ends of the interval against eager lie off, as a factor.
+    """
     results = tuple(
         WorkloadResult(
-            label=str(i), shape="", dtype="float32", share=share, speedup_vs_eager=e, speedup_vs_incumbent=r
-        )
+            label=str(i),
+            shape="",
+            dtype="float32",
+            share=share,
+            speedup_vs_eager=e,
+            speedup_vs_incumbent=r,
+            ci95_vs_eager=(e / spread, e * spread) if e is not None and spread is not None else None,
+        )  # fmt: skip
         for i, (share, e, r) in enumerate(zip((0.3, 0.1), eager, incumbent, strict=True))
     )
     return Experiment(
@@ -67,3 +77,16 @@ def test_a_duplicate_has_the_score_of_its_twin() -> None:
         ]
     )
     assert found[3] == found[2] == pytest.approx(1.0)
+
+
+def test_a_chain_of_chance_gains_is_worth_no_more_than_what_was_ever_measured_at_once() -> None:
+    chain = [experiment(1, (3.0, 3.0), decision="keep", spread=1.1)]
+    for number in range(
+        2, 20
+    ):  # each "faster" than the one before, all of them as fast against the model's own code
+        chain.append(
+            experiment(number, (3.0, 3.0), (1.2, 1.2), decision="keep", against=number - 1, spread=1.1)
+        )
+    found = scores_of(chain)
+    high = 3.0 * 1.1
+    assert found[2] == pytest.approx(high, rel=0.02) and found[19] == pytest.approx(high, rel=0.02)
