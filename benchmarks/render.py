@@ -1,4 +1,6 @@
-"""Put the figures of the result files into README.md and docs/, between markers; `--check` says whether they are there.
+"""Put the figures of the result files into README.md and docs/, between markers, and draw the pictures beside them.
+
+`--check` changes nothing and says whether they are up to date.
 
 python benchmarks/render.py [--check]
 """
@@ -12,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import plots
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -152,14 +156,6 @@ MATRIX_SETS = {
 }
 
 
-# Under which label the run measured what ships now; others are its starters.
-MATRIX_MEASURED_AS = {
-    ("matmul", "cuda"): "n3",
-    ("matmul", "triton"): "tri",
-    ("flash_attention", "cuda"): "fa",
-}
-
-
 def matrix(name: str) -> str:
     """Products, attention and feed-forward blocks beside the vendor's libraries: a row a set, then one a shape."""
     document = read(name)
@@ -179,12 +175,11 @@ def matrix(name: str) -> str:
         best = min(peers, key=lambda n: peers[n])
         cells = [row["set"], timed["label"], timed["dtype"], f"{best} {peers[best]:.1f} us"]
         for backend in backends:
-            label = MATRIX_MEASURED_AS.get((timed["kernel_type"], backend), backend)
-            if label in us:
-                ratios[row["set"]][backend].append(peers[best] / us[label])
-                cells.append(f"{us[label]:.1f} us, {peers[best] / us[label]:.2f}x")
+            if backend in us:
+                ratios[row["set"]][backend].append(peers[best] / us[backend])
+                cells.append(f"{us[backend]:.1f} us, {peers[best] / us[backend]:.2f}x")
             else:
-                cells.append("wrong" if label in timed["wrong"] else "not measured")
+                cells.append("wrong" if backend in timed["wrong"] else "not measured")
         shapes.append("| " + " | ".join(cells) + " |")
     sets = ["| set | what | triton: mean (least) | cuda | target |", "|---|---|---|---|---|"]
     for which, (what, target) in MATRIX_SETS.items():
@@ -284,7 +279,7 @@ def night(name: str) -> str:
         return ", ".join(f"{n} {word}" for word, n in sorted(counts.items(), key=lambda pair: -pair[1]))
 
     lines = [
-        "| target | share of the pass | experiments (kept) | best | against the best starter | against the model's own code (95 %) "
+        "| target | share of the pass | experiments (kept) | best | best starter against the model's own code | against the model's own code (95 %) "
         "| against the fastest of torch (95 %) | floor over it |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -299,14 +294,14 @@ def night(name: str) -> str:
             own = f"{target['best_vs_model']:.3f}, not confirmed"
         peer = ratio(found.get("vs_best_peer"), found.get("vs_best_peer_ci95"))
         peer += f" ({', '.join(found['best_peers'])})" if found.get("best_peers") else ""
-        starter = target.get("best_vs_starter")
+        starter = target["starter_vs_model"]
         cells = [
             target["name"],
             f"{100 * target['share']:.1f} %",
             f"{target['experiments']} ({target['kept']})",
             best,
         ]
-        cells += [f"{starter:.3f}" if starter else "", own, peer, f"{floor:.0f} %" if floor else ""]
+        cells += [f"{starter:.2f}" if starter else "", own, peer, f"{floor:.0f} %" if floor else ""]
         lines.append("| " + " | ".join(cells) + " |")
     taken = "; ".join(
         f"{own['judged']} of {b}, {own['seconds_an_experiment']:.1f} s each (median)"
@@ -329,7 +324,8 @@ def night(name: str) -> str:
         f"{document['search_s']:.0f} s of search, {document['judged_an_hour']:.0f} an hour: {taken}; "
         f"{document['experiments'] - document['judged']} more were duplicates by their machine code; "
         f"{document['distinct_sources']} distinct sources; verdicts: {counted(document['statuses'])}; decisions: "
-        f"{counted(document['decisions'])}. {busy}; {after}.\n\n" + "\n".join(lines)
+        f"{counted(document['decisions'])}. {busy}; {after}. "
+        f"{document.get('note', '')}\n\n" + "\n".join(lines)
     )
 
 
@@ -344,6 +340,11 @@ def blocks() -> dict[str, dict[str, str]]:
             "matrix": matrix("matrix-kernels-h200.json"),
         },
     }
+
+
+def pictures() -> dict[str, list[plots.Panel]]:
+    """By file under docs/, what each picture shows."""
+    return {"kernels-matrix.svg": plots.matrix_panels(read("matrix-kernels-h200.json"))}
 
 
 def render(text: str, name: str, block: str) -> str:
@@ -374,6 +375,13 @@ def main() -> None:
             sys.exit(f"{document} does not show the result files; run benchmarks/render.py")
         if not arguments.check:
             path.write_text(after, encoding="utf-8")
+    for file, panels in pictures().items():
+        path = ROOT / "docs" / file
+        current = plots.drawn_from(path) == plots.digest(panels)
+        if arguments.check and not current:
+            sys.exit(f"docs/{file} does not show the result files; run benchmarks/render.py")
+        if not current:
+            plots.draw(panels, path)
 
 
 if __name__ == "__main__":
