@@ -29,9 +29,14 @@ namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
 constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
+constexpr int kLooseHeld = kHeldLong < 4 ? kHeldLong : 4;  // where a cluster's row starts anywhere
 constexpr int kLargestCluster = 8;
 constexpr int kColumnThreads = 256;  // of a tile of columns
-constexpr int kColumnBlocks = 3;     // of these a multiprocessor has, so that a thread may have 80 registers
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kColumnBlocks = 2;  // the compiler takes more registers there
+#else
+constexpr int kColumnBlocks = 3;  // of these a multiprocessor has, so that a thread may have 80 registers
+#endif
 constexpr int kUnroll = 4;   // packs of a thread that are on their way where rows are read twice
 constexpr int kSlices = 8;   // parts of a line that is read across strides
 constexpr int kShared = 112 << 10;  // bytes of the longest row that is held in shared memory: two of them at a time
@@ -1096,8 +1101,8 @@ int run(const AkTensor *x, int dim, const AkTensor *out, const AkContext *ctx) {
     const int result = rows_in_shared<T>(in, rows, y, M, N, ctx);
     if (result != AK_UNSUPPORTED) return result;
   }
-  const auto in_clusters = packs ? held_rows<T, kHeldLong, true, true> : held_rows<T, kHeldLong, false, true>;
-  const int size = cluster_for(units, (int64_t)kHeldLong * kMaxThreads);
+  const auto in_clusters = packs ? held_rows<T, kHeldLong, true, true> : held_rows<T, kLooseHeld, false, true>;
+  const int size = cluster_for(units, (int64_t)(packs ? kHeldLong : kLooseHeld) * kMaxThreads);
   if (same && size > 0 && M <= 0x7fffffff / size && has_clusters((const void *)in_clusters, ctx->device))
     return launch_clusters(in_clusters, M * size, kMaxThreads, size, stream, in, rows, y, M, n);
   if (same && units <= (int64_t)kMost * kMaxThreads) return one(held_rows<T, kMost, false, false>, kMost);

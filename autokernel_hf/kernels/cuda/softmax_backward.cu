@@ -22,6 +22,12 @@ constexpr int kMaxThreads = 512;
 constexpr int kMost = 4;     // packs of a thread in the longest rows that are held
 constexpr int kLargestCluster = 8;
 constexpr int kSingles = 8;  // elements of a thread where rows cannot be read in packs
+// Blocks of the most threads that a multiprocessor has. From 10.0 on, ptxas would spill to have two.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kResident = 1;
+#else
+constexpr int kResident = 2;
+#endif
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads && kHeld <= kMost, "a thread holds its packs in registers");
 
 // A 32-bit word of elements, to and from float.
@@ -280,7 +286,7 @@ __device__ __forceinline__ const float4 *exchange(float4 mine, Shares &shares) {
 // Rows that their threads hold in registers: `blockDim.x` threads a row, with HELD packs each, and `blockDim.y` rows at
 // once, of one warp each. CLUSTER: one row, so many packs for each block of a cluster.
 template <typename T, int HELD, bool ALIGNED, bool CLUSTER>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, kResident)
     held_rows(Input grads, Input xs, T *__restrict__ out, int64_t M, int N) {
   constexpr int V = kPack<T>;
   __shared__ State partial[kMaxThreads / 32];
@@ -357,7 +363,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 // Rows of any length: a block reads one twice.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, kResident)
     streamed_rows(Input grads, Input xs, T *__restrict__ out, int64_t M, int64_t N) {
   constexpr int V = kPack<T>;
   __shared__ State partial[kMaxThreads / 32];
@@ -399,7 +405,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 // Rows whose tensors lie at different distances from 16-byte boundaries, element by element, in a block's registers.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, kResident)
     single_rows(Input grads, Input xs, T *__restrict__ out, int64_t M, int N) {
   __shared__ State partial[kMaxThreads / 32];
   const int first = threadIdx.x, stride = blockDim.x;
@@ -432,7 +438,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
 // The same for rows of any length, which are read twice.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, kResident)
     streamed_singles(Input grads, Input xs, T *__restrict__ out, int64_t M, int64_t N) {
   __shared__ State partial[kMaxThreads / 32];
   for (int64_t row = blockIdx.x; row < M; row += gridDim.x) {
