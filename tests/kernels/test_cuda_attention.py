@@ -104,6 +104,24 @@ def test_attention_on_hopper_is_right_under_every_mask(
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("queries", "dtype"),
+    [(20, torch.bfloat16), (20, torch.float32), (1, torch.bfloat16), (1, torch.float32)],
+    ids=["wgmma", "mma", "decode", "decode-float32"],
+)
+def test_keys_that_all_have_the_lowest_number_are_all_alike(
+    kernel: Emulated, queries: int, dtype: torch.dtype
+) -> None:
+    """Their query gets the mean of the values, not 0, though that number times log2(e) is none."""
+    axes = {"B": 1, "Hq": 2, "Sq": queries, "Sk": 70, "D": 64}
+    kind = kernel_type("flash_attention")
+    args = make_inputs(kind, kind.build(axes, "bfloat16", {}), seed=8)
+    args["mask"] = torch.full((1, 1, queries, 70), torch.finfo(dtype).min, dtype=dtype)
+    (out,) = kernel(args)
+    mean = args["v"].double().mean(2, keepdim=True).expand(out.shape)
+    torch.testing.assert_close(out.double(), mean, atol=4e-3, rtol=0)
+
+
 def test_attention_on_hopper_does_not_depend_on_the_order_of_threads(kernel: Emulated) -> None:
     kind = kernel_type("flash_attention")
     for axes in ({"Sq": 80, "Sk": 330, "D": 64}, {"Sq": 1, "Sk": 2500, "D": 128}):  # the second is decoding
