@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Process)
 
-_NICE = 10
+_NICE = (
+    5  # at 10, on a host whose cores others use, a build took ten times as long, and the judge waited for it
+)
 _BUILD_TIMEOUT_S = 330.0
 _CORES_A_BUILDER = 4
 """A builder for so many cores: the judge's processes and the host's part of what is timed need theirs."""
@@ -60,6 +62,7 @@ class Ahead:
         self._workloads = tuple(workloads)
         self._done: deque[tuple[str, str]] = deque(maxlen=1000)
         self._kept: set[str] = set()
+        self._ended: set[str] = set()  # digests of candidates that are done
         cores = len(ALL_CPUS) or os.cpu_count() or 1
         self.processes = processes or max(1, min(_MOST_BUILDERS, cores // _CORES_A_BUILDER))
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,6 +119,14 @@ class Ahead:
             return False
         return True
 
+    def ready(self, candidate: Candidate) -> bool:
+        """Whether a candidate that this was told of is done; with nobody to compile any more, all are."""
+        self._take_answers(0.0)
+        return candidate.digest in self._ended or self._channel is None or self._is_gone()
+
+    def _is_gone(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
     def finished(self, timeout_s: float) -> tuple[str, str] | None:
         """The digest of a candidate that is done, and its build's id, empty where it failed; None: none in time."""
         if not self._done:
@@ -127,6 +138,7 @@ class Ahead:
             while self._channel is not None and self._channel.poll(timeout_s):
                 digest, built = self._channel.recv()
                 self._done.append((digest, built))
+                self._ended.add(digest)
                 if built:
                     self._kept.add(built)
                 timeout_s = 0.0

@@ -403,12 +403,12 @@ def searching(
             (device, sessions.enter_context(_judge_on(device, target)))
             for device in devices_of(run.settings, target)
         ]
-        ahead, depth = None, 1
+        ahead, ready, depth = None, None, 1
         if target.device.startswith("cuda"):
             from autokernel_hf.ahead import Ahead
 
             ahead = sessions.enter_context(Ahead(target.device, target.workloads))
-            depth = ahead.processes
+            ready, depth = ahead.ready, ahead.processes
         yield Search(
             target,
             candidates,
@@ -416,9 +416,11 @@ def searching(
             judge=judges[0][1],
             more=judges[1:],
             ahead=ahead,
+            ready=ready,
             depth=depth,
             decide=_decide,
-            diagnose=_diagnoser(run, look=True),
+            diagnose=_diagnoser(run),
+            look=_diagnoser(run, look=True) if ahead is not None else None,
             limits=limits_of(run.settings),
             progress=progress,
         )

@@ -43,6 +43,8 @@ from autokernel_hf.runs import Run
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S, _LOOK_EVERY_S = 30.0, 0.02
+"""How long a judge waits for any of the candidates that are being compiled, before it takes the oldest; how often it looks."""
 MAX_CONFIRMATIONS = 4
 """So many kept candidates are confirmed at most: with every further one chance has another throw."""
 
@@ -66,6 +68,7 @@ class Judging(Protocol):
 
 Decide = Callable[[Evaluation], tuple[Decision, str]]
 Ahead = Callable[[Candidate], bool]
+Ready = Callable[[Candidate], bool]
 Diagnose = Callable[[Target, Candidate, Evaluation], tuple[tuple[str, ...], str]]
 """(target, incumbent, its evaluation) -> (kinds of tunables to try first, what bounds it in words)."""
 
@@ -99,11 +102,15 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class _NextUp:
-    """A proposal that is compiled ahead, with the digest of the incumbent of the moment when it was made."""
+    """A proposal that waits for its turn, with the digest of the incumbent of the moment when it was made.
+
+    `compiling`: whether it is compiled ahead.
+    """
 
     candidate: Candidate
     proposal: Proposal
     base: str
+    compiling: bool
 
 
 class Search:
@@ -122,7 +129,9 @@ class Search:
         progress: Progress,
         more: Sequence[tuple[str, Judging]] = (),
         ahead: Ahead | None = None,
+        ready: Ready | None = None,
         depth: int = 1,
+        look: Diagnose | None = None,
     ) -> None:
         """
         Args:
@@ -130,7 +139,9 @@ class Search:
             more: Sessions on further devices, with their names.
             ahead: Begins to compile a candidate, and returns at once, whether it does. With it the next proposals are
                 asked for, and told to it, while the present one is judged; None where compiling would disturb the timing.
+            ready: Whether a candidate that `ahead` was told of is compiled, or found not to compile.
             depth: How many it compiles side by side.
+            look: As `diagnose`, but it may take long, to find out what a later diagnosis can tell then.
         """
         self.target = target
         self.starters = tuple(starters)
@@ -139,6 +150,9 @@ class Search:
         self._more = tuple(more)
         self._device: str | None = None  # whose session the judge is, once several have worked
         self._ahead = ahead
+        self._ready = ready
+        self._look = look
+        self._looking = threading.Lock()  # held by the lane that looks
         self._depth = depth
         self._base = ""
         self._next_up: list[_NextUp] = []  # proposed, being compiled, not begun
@@ -382,6 +396,7 @@ class Search:
     ) -> tuple[int, float, Candidate, Proposal] | None:
         """The next experiment, entered as begun; None where the search ends."""
         with self._turn:
+            since: float | None = None  # when nothing that waits was compiled
             while self._end is None and self._fault is None:
                 found = self._starter_left()
                 if found is None:
@@ -391,7 +406,16 @@ class Search:
                     if len(self.attempts()) + len(self._flying) >= self.limits.max_experiments:
                         self._turn.wait()
                         continue
-                    found, nothing = self._taken_up() or self._proposed(proposer, seed)
+                    # Compilers take longer than the judge, each its time: what is ready first is judged first.
+                    patient = since is None or time.monotonic() - since < _PATIENCE_S
+                    found = self._taken_up(at_once=not patient)
+                    if found is None and self._next_up:
+                        since = since or time.monotonic()
+                        self._turn.wait(_LOOK_EVERY_S)
+                        continue
+                    nothing = None
+                    if found is None:
+                        found, nothing = self._proposed(proposer, seed)
                     if found is None and self._flying:
                         # What flies may give the proposer something to go on with.
                         self._turn.wait()
@@ -407,23 +431,43 @@ class Search:
             self._turn.notify_all()
             return None
 
-    def _taken_up(self) -> tuple[tuple[Candidate, Proposal], None] | None:
-        """The oldest proposal that was compiled ahead and is still worth judging."""
+    def _taken_up(self, *, at_once: bool) -> tuple[Candidate, Proposal] | None:
+        """The oldest proposal that is compiled, of those that are still worth judging.
+
+        Args:
+            at_once: Take the oldest where none is compiled, which the judge will wait for.
+        """
         kept = self.run.kept(self.target.name)
-        while self._next_up:
-            waiting = self._next_up.pop(0)
-            # A step from an incumbent that is none any more is asked for anew, from the one that is.
-            if "opening" not in waiting.proposal.tags or kept is None or kept.digest == waiting.base:
-                return (waiting.candidate, waiting.proposal), None
+        # A step from an incumbent that is none any more is asked for anew, from the one that is.
+        self._next_up = [
+            waiting
+            for waiting in self._next_up
+            if "opening" not in waiting.proposal.tags or kept is None or kept.digest == waiting.base
+        ]
+        for at, waiting in enumerate(self._next_up):
+            if at_once or not waiting.compiling or self._ready is None or self._ready(waiting.candidate):
+                del self._next_up[at]
+                return waiting.candidate, waiting.proposal
         return None
 
     def _prepare_next(self, proposer: Proposer, seed: int) -> None:
         """Look ahead while a judge works, which would wait for it otherwise; what goes wrong is told after the verdict."""
         try:
+            self._look_closer()  # without the lock: the other lanes go on
             with self._turn:
                 self._look_ahead(proposer, seed)
         except Exception as error:  # noqa: BLE001 - raised by the lane, once the verdict is entered
             self._odd = error
+
+    def _look_closer(self) -> None:
+        """Look at what bounds the incumbent, if no other lane does."""
+        kept = self.run.kept(self.target.name)
+        if self._look is None or kept is None or not self._looking.acquire(blocking=False):
+            return
+        try:
+            self._look(self.target, self._source(kept), kept.evaluation)
+        finally:
+            self._looking.release()
 
     def _look_ahead(self, proposer: Proposer, seed: int) -> None:
         """Have the next proposals compiled before the present ones have their verdicts.
@@ -441,14 +485,17 @@ class Search:
                 self._ahead(starter[0])
             return
         left = self.limits.max_experiments - len(self.attempts()) - len(self._flying) - len(self._next_up)
-        most = max(self._depth, 1 + len(self._more))
+        lanes = 1 + len(self._more)
+        # With some more than are compiled at a time a lane finds one that is ready while others take long.
+        most = max(self._depth, lanes) + (2 * lanes if self._ready is not None and self._depth > 1 else 0)
         while left > 0 and len(self._next_up) < most:
             found, _ = self._proposed(proposer, seed)
             if found is None:
                 return
-            self._next_up.append(_NextUp(*found, base=self._base))
+            compiling = self._ahead(found[0])
+            self._next_up.append(_NextUp(*found, base=self._base, compiling=compiling))
             left -= 1
-            if not self._ahead(found[0]) and len(self._next_up) > len(self._more):
+            if not compiling and len(self._next_up) > len(self._more):
                 return
 
     def _proposed(
