@@ -365,6 +365,29 @@ def test_rows_that_begin_far_from_their_mean_keep_their_digits(workshop: Worksho
             assert not problem(kind, workload, args, kernel(args)), f"{dtype}, {what}"
 
 
+ROUTES = (("rmsnorm", {}), ("layernorm", {}), ("add_norm", {"kind": "layer"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), ROUTES)
+def test_long_rows_are_right_by_every_algorithm(
+    name: str, options: dict[str, Scalar], workshop: Workshop
+) -> None:
+    """By clusters of two, four or eight blocks, or read twice, as the constants say."""
+    kind, source = kernel_type(name), source_of(name)
+    algorithms = [t for t in tunables.parse(source) if t.acts_on == "algorithm"]
+    assert "kLargestCluster" in {t.name for t in algorithms}
+    for tunable in algorithms:
+        for value in tunable.choices:
+            settings = {tunable.name: value}
+            kernel = Emulated(kind, tunables.substitute(source, settings), workshop.folder, clusters=True)
+            for i, axes in enumerate(({"M": 3, "N": 9003}, {"M": 2, "N": 20000})):
+                workload = kind.build(axes, "float32", options)
+                args = make_inputs(kind, workload, seed=i)
+                wrong = problem(kind, workload, args, kernel(args, schedule=i))
+                assert not wrong, f"{settings} {axes}: {wrong}"
+
+
 def test_columns_are_split_among_blocks_and_reduced_in_packs(workshop: Workshop) -> None:
     kind, kernel = kernel_type("reduce"), workshop.emulate("reduce").result()
     for op in ("sum", "min", "prod"):

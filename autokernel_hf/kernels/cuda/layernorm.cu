@@ -17,14 +17,16 @@ constexpr int kThreads = 128;   // tune(block): 64, 128, 256, 512
 constexpr int kColdLoad = 0;    // tune(memory): 0, 1
 constexpr int kColdStore = 0;   // tune(memory): 0, 1
 constexpr int kHeldLong = 4;    // tune(memory): 2, 4, 8
+// Packs of all rows, up to which a row's parameters are read while it is summed.
+constexpr int64_t kFew = 131072;  // tune(algorithm): 0, 131072, 1073741824
+// Blocks that share a longer row; of one, such rows are read twice.
+constexpr int kLargestCluster = 8;  // tune(algorithm): 1, 2, 4, 8
 
 namespace {
 
 constexpr int kMaxThreads = 512;  // so that a thread may have 128 registers
-constexpr int64_t kFew = 1 << 17;  // packs of all rows, up to which a row's parameters are read while it is summed
 constexpr int kFewHeld = 2;       // packs of a thread in short rows and where there are few rows
 constexpr int kMost = 8;          // packs of a thread in rows that one block holds where there are no clusters
-constexpr int kLargestCluster = 8;
 static_assert(kHeld >= 1 && kHeldLong <= kMost && kHeld <= kMost, "a thread holds its packs in registers");
 static_assert(kThreads % 32 == 0 && kThreads <= kMaxThreads, "a block is whole warps");
 
