@@ -178,4 +178,3 @@ def test_other_devices_go_on_while_one_looks_closer(runs: Callable[[], Run]) -> 
     events = [e for e in run.events() if isinstance(e, Judged)]
     meanwhile = [e.record.device for e in events if e.at < ended[0] and e.record.device != looks[0]]
     assert len(events) == 24 and len(meanwhile) >= 3, "the other lane did not wait"
-    assert len(looks) > 1
