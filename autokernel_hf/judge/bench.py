@@ -25,7 +25,7 @@ from autokernel_hf.judge.quiet import family, on_one_core
 from autokernel_hf.judge.remote import Child, Failed
 from autokernel_hf.judge.seeds import Seeds
 from autokernel_hf.judge.session import Settings
-from autokernel_hf.judge.stages import Passed
+from autokernel_hf.judge.stages import Passed, start_compile
 from autokernel_hf.judge.turn import as_tuple
 from autokernel_hf.kernels.base import Args
 from autokernel_hf.records import Candidate, Workload, WorkloadResult
@@ -173,11 +173,11 @@ class Bench:
         children: list[Child] = []
         rounds: timing.Rounds | None = None
         try:
-            own = crew.fresh(pair.candidate) if fresh else pair.child
+            own = self._fresh(pair.candidate, crew, values.workload) if fresh else pair.child
             children.append(own)
             contenders: list[timing.Contender] = [*local, timing.Remote(_CANDIDATE, own, values)]
             if pair.incumbent is not None:
-                rival = self._rival(pair.incumbent, crew, fresh=fresh)
+                rival = self._rival(pair.incumbent, crew, values.workload, fresh=fresh)
                 children.append(rival)
                 contenders.append(timing.Remote(_INCUMBENT, rival, values))
             rounds = timing.Rounds(
@@ -213,9 +213,25 @@ class Bench:
         members = [pid for child in children for pid in family(child.pid)]
         return on_one_core(members, random.Random(self.seeds.next()))
 
-    def _rival(self, incumbent: Candidate, crew: Crew, *, fresh: bool) -> Child:
+    def _fresh(self, candidate: Candidate, crew: Crew, workload: Workload) -> Child:
+        """A new child that holds a candidate and, where Triton would do so in its first call, has compiled for the workload.
+
+        Raises:
+            Failed: It does not build, import or compile any more.
+        """
+        child = crew.fresh(candidate)
+        if candidate.backend == "triton":
+            try:
+                start_compile(child, (workload,))
+                child.finish_compile()
+            except Failed:
+                child.end()
+                raise
+        return child
+
+    def _rival(self, incumbent: Candidate, crew: Crew, workload: Workload, *, fresh: bool) -> Child:
         try:
-            return crew.fresh(incumbent) if fresh else crew.holder(incumbent)
+            return self._fresh(incumbent, crew, workload) if fresh else crew.holder(incumbent)
         except Failed as failed:
             raise JudgeError(
                 f"The incumbent, which had passed, {failed.what}.",

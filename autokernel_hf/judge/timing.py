@@ -436,7 +436,8 @@ class Rounds:
         for contender in self.contenders:
             contender.load()
             times[contender.name], _ = self._take(contender)
-        host = max(median(t.host_us) for t in times.values())
+        # The first calls of a process load what they launch: the least of its turns tells what its host takes.
+        hosts = {name: median(t.host_us) for name, t in times.items()}
         shortest = {name: min(t.device_us) for name, t in times.items()}
         self.values.calls = self.values.most_calls
         self.values.refresh(self.dice)
@@ -448,11 +449,12 @@ class Rounds:
             while calls < _WARM_CALLS and time.monotonic() < until:
                 taken, _ = self._take(contender)
                 calls += len(taken.device_us)
+                hosts[contender.name] = min(hosts[contender.name], median(taken.host_us))
                 shortest[contender.name] = min(shortest[contender.name], *taken.device_us)
         wanted = min(_TURN_US / min(shortest.values()), _LONGEST_TURN_US / max(shortest.values()))
         self.values.calls = max(self._fewest_calls, min(self.values.most_calls, round(wanted)))
         if self.values.device.type == "cuda":
-            self.values.delay_us = min(max(DELAY_US[0], DELAY_FACTOR * host), DELAY_US[1])
+            self.values.delay_us = min(max(DELAY_US[0], DELAY_FACTOR * max(hosts.values())), DELAY_US[1])
             _preheat(self.values.device)
 
     def _take(self, contender: Contender) -> tuple[Times, float]:
