@@ -252,6 +252,19 @@ def test_a_domain_narrows_the_cases_and_asks_for_refusals() -> None:
     assert "gelu_new" in {w.arg("kind") for w in refused}
 
 
+@pytest.mark.parametrize("ops", [("max",), ("min", "max")])
+def test_no_call_asks_for_the_largest_or_least_of_no_element(ops: tuple[str, ...]) -> None:
+    found = kernel_type("reduce")
+    scope = Scope(kernel_type=found, workloads=(), dtypes=("float32",), backend="cpp")
+    calls = [c.workload for c in cases_of("edges", scope, Domain(dtypes=found.dtypes, values={"op": ops}))]
+    asked = [w for w in calls if w.arg("op") in ops]
+    assert asked
+    for workload in asked:
+        shape, dim = workload.tensor("x").shape, workload.arg("dim")
+        assert isinstance(dim, int)
+        assert not shape or shape[dim] > 0
+
+
 def test_the_interpreter_gets_small_calls_in_two_dtypes() -> None:
     found = kernel_type("rmsnorm")
     scope = Scope(

@@ -512,10 +512,14 @@ class Rounds:
         claimed = median(b - c for b, c in zip(base.claimed_us, column.claimed_us, strict=True))
         saved = [b - c for b, c in zip(base.wall_us, column.wall_us, strict=True)]
         slack = _TURN_SLACK_US[self.values.device.type]
-        if len(saved) < statistics.EARLY_ROUNDS or claimed < max(0.2 * median(base.claimed_us), 4 * slack):
-            return  # so small a saving cannot be told from what a turn costs beside its calls
+        if len(saved) < statistics.EARLY_ROUNDS:
+            return
         _, most = statistics.bootstrap_median(saved, level=0.9999)
-        if most + slack >= claimed / 2:
+        if claimed < max(0.2 * median(base.claimed_us), 4 * slack):
+            # So small a saving cannot be told from what a turn costs beside its calls: only from far more than that.
+            if most + 4 * slack >= claimed:
+                return
+        elif most + slack >= claimed / 2:
             return
         # On a busy machine what a turn does beside its calls may take longer in one process than in the other for as long
         # as the rounds last. So it is weighed itself: turns with and without the timed calls, from the same process.
@@ -560,10 +564,16 @@ class Rounds:
         )
 
     def _hidden_us(self, contender: Remote) -> float:
-        """How much longer the timed calls of a turn take by the referee's clock than by the contender's own."""
+        """How much longer the timed calls of a turn take by the referee's clock than by the contender's own.
+
+        With values that are new to it: one that has read those of all calls in the untimed call, and worked out the answers
+        there, does so anew.
+        """
         walls = {}
         times = Times(device_us=(), host_us=(), late_us=())
         for blank in self.dice.sample((False, True), 2):
+            self.values.refresh(self.dice)
+            contender.load()
             if self.values.device.type == "cpu":
                 wait_for_quiet([contender.child.pid], limit_s=_SPIN_LIMIT_S)
             taken, walls[blank] = contender.turn(blank=blank)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from autokernel_hf.errors import UsageError
 from autokernel_hf.kernels._peers import compile_peers, eager_peer
 from autokernel_hf.kernels.base import (
     OPS,
@@ -49,10 +50,19 @@ def reference(x: Tensor, dim: int = -1, keepdim: bool = False, op: str = "sum") 
 
 
 def build(axes: Mapping[str, int], dtype: str, options: Mapping[str, Scalar]) -> Workload:
-    """x of the axes L, M, N that are named, in this order; none at all is a scalar."""
+    """x of the axes L, M, N that are named, in this order; none at all is a scalar.
+
+    Raises:
+        UsageError: The maximum or minimum of no element, which does not exist.
+    """
     shape = tuple(axes[name] for name in ("L", "M", "N") if name in axes)
     label = "x".join(map(str, shape)) or "scalar"
     dim = options.get("dim", -1)
+    assert isinstance(dim, int)
+    if options.get("op") in ("max", "min") and shape and shape[dim] == 0:
+        raise UsageError(
+            f"There is no {options['op']} of no element.", remedy="Give dim another size than 0."
+        )
     return workload_from(
         SCHEMA,
         f"{label}-{options.get('op', 'sum')}-dim{dim}",
