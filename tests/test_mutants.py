@@ -5,6 +5,7 @@ Each file of `mutants/` says in its first lines which status it must get, and a 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -95,9 +96,7 @@ def test_a_slow_clock_is_seen_where_a_turn_takes_milliseconds() -> None:
 @pytest.mark.parametrize("name", [*mutants(".cpp", other_types=True), *mutants(".py", other_types=True)])
 def test_mutant_of_another_type_gets_its_status(name: str) -> None:
     candidate = read_candidate(MUTANTS / name)
-    with Judge(
-        candidate.kernel_type, candidate.backend, (call_of(candidate.kernel_type),), timeout_s=20
-    ) as judge:
+    with Judge(candidate.kernel_type, candidate.backend, (call_of(name),), timeout_s=20) as judge:
         check_mutant(judge, name)
 
 
@@ -105,14 +104,16 @@ def test_mutant_of_another_type_gets_its_status(name: str) -> None:
 @pytest.mark.parametrize("name", mutants(".py", gpu=True, other_types=True))
 def test_mutant_of_another_type_gets_its_status_on_a_gpu(name: str) -> None:
     candidate = read_candidate(MUTANTS / name)
-    call = call_of(candidate.kernel_type)
+    call = call_of(name)
     with Judge(candidate.kernel_type, candidate.backend, (call,), device="cuda", timeout_s=20) as judge:
         check_mutant(judge, name)
 
 
 def call_of(name: str) -> Workload:
-    found = kernel_type(name)
-    axes, options = found.sweep[0]
+    """The call that a mutant of another type is timed on: what it names, as axes and options, or the type's first."""
+    found = kernel_type(read_candidate(MUTANTS / name).kernel_type)
+    named = header(MUTANTS / name, "call")
+    axes, options = json.loads(named) if named is not None else found.sweep[0]
     return found.build(axes, "float32", options)
 
 

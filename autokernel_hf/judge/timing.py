@@ -571,7 +571,8 @@ class Rounds:
         """
         walls = {}
         times = Times(device_us=(), host_us=(), late_us=())
-        for blank in self.dice.sample((False, True), 2):
+        # The blank turn after the other, so that what it calls once was called before.
+        for blank in (False, True):
             self.values.refresh(self.dice)
             contender.load()
             if self.values.device.type == "cpu":
