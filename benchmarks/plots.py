@@ -18,7 +18,6 @@ STYLE = {
     "triton": {"marker": "o", "color": "C0"},
     "cuda": {"marker": "s", "color": "C2", "markersize": 4},
     "best peer": {"marker": "x", "color": "C3"},
-    "copy or read": {"marker": "", "color": "grey", "linestyle": "-", "linewidth": 1.0},
 }
 COLUMNS = 3
 
@@ -33,23 +32,6 @@ class Panel:
     series: dict[str, tuple[tuple[float, float], ...]]
 
 
-def memory_panels(document: dict[str, Any]) -> list[Panel]:
-    """Memory-bound types: TB/s against the bytes that must move, in MB. Document: what `kernels.py` writes."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in document["results"]["rows"]:
-        moved = row["bytes_moved"]
-        series = found.setdefault(row["kernel_type"], {name: [] for name in STYLE})
-        rates = {name: moved / contender["us"] / 1e6 for name, contender in row["contenders"].items()}
-        for backend in ("triton", "cuda"):
-            if backend in rates:
-                series[backend].append((moved / 1e6, rates[backend]))
-        peers = [rates[name] for name in row["peers"] if name in rates]
-        if peers:
-            series["best peer"].append((moved / 1e6, max(peers)))
-        series["copy or read"].append((moved / 1e6, moved / row["yardstick_us"] / 1e6))
-    return [_panel(kind, "MB moved", "TB/s", series) for kind, series in found.items()]
-
-
 def matrix_panels(document: dict[str, Any]) -> list[Panel]:
     """Products, feed-forward blocks and attention. Document: what `matrix_kernels.py` writes.
 
@@ -60,10 +42,10 @@ def matrix_panels(document: dict[str, Any]) -> list[Panel]:
     for row in document["rows"]:
         timed, which = row["timed"], row["set"]
         us, rates = timed["us"], timed["gb_s"] if which in by_memory else timed["tflops"]
-        any_name = next(iter(us))
-        size = us[any_name] * rates[any_name] * 1e-3
+        name = next(iter(us))
+        size = us[name] * rates[name] * 1e-3
         scale = 1e-3 if which in by_memory else 1.0
-        series = found.setdefault(which, {name: [] for name in STYLE if name != "copy or read"})
+        series = found.setdefault(which, {name: [] for name in STYLE})
         for backend in ("triton", "cuda"):
             if backend in us:
                 series[backend].append((size, rates[backend] * scale))
