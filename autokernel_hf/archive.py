@@ -122,7 +122,7 @@ def finalists(
     own = scores.get(kept.experiment)
     if own is None:
         return ()
-    done = {e.digest for e in attempts if FINAL in e.tag.split(",") and e.against == kept.experiment}
+    done = {e.digest for e in attempts if e.tag == FINAL and e.against == kept.experiment}
     done |= {e.digest for e in attempts if e.decision == "keep"}
     best: dict[str, tuple[float, Experiment]] = {}
     for attempt in attempts:
@@ -145,5 +145,5 @@ def stale(attempts: Sequence[Experiment], scores: Mapping[int, float | None]) ->
         if score is not None and score > best * (1 + EPSILON):
             best, since = score, 0
         else:
-            since += attempt.duplicate_of is None and FINAL not in attempt.tag.split(",")
+            since += attempt.duplicate_of is None and attempt.tag != FINAL
     return since
